@@ -1,0 +1,26 @@
+"""Write, read, convert and inspect paged MLA KV caches on the GPU, from any array framework.
+
+The same functions run on NumPy arrays without a GPU. See `GroupedCacheWriter` for the caches of
+all layers at once, `concat_and_cache_mla` for one, and `get_layout` for what is in a row.
+"""
+
+from __future__ import annotations
+
+from ._version import __version__
+from .errors import BackendUnavailable, CompileError
+from .layouts import CacheLayout, LayoutField, get_layout
+from .ops import concat_and_cache_mla, concat_and_cache_mla_grouped, read_slots
+from .writer import GroupedCacheWriter
+
+__all__ = [
+    "BackendUnavailable",
+    "CacheLayout",
+    "CompileError",
+    "GroupedCacheWriter",
+    "LayoutField",
+    "__version__",
+    "concat_and_cache_mla",
+    "concat_and_cache_mla_grouped",
+    "get_layout",
+    "read_slots",
+]

@@ -1,0 +1,153 @@
+"""What validation hands to a backend: frozen plans, and the arrays that go with them.
+
+A plan holds sizes, dtypes and strides, never a pointer, so that it serves every call whose
+arrays look the same. All strides are in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ._arrays import ArrayRef, DeviceId
+from .dtypes import DType
+from .layouts import CacheLayout
+
+#: A layer's scale: a number copied into the plan's target, an array read at each use, or none.
+Scale = float | ArrayRef | None
+
+_INT64_MAX = 2**63 - 1
+
+#: Counters of a writer, in the order in which kernels keep them.
+COUNTERS_ALWAYS = ("slots_out_of_range", "positions_out_of_range")
+COUNTERS_COLLECTED = (
+    "rows_written",
+    "slots_padding",
+    "nonfinite_elements",
+    "saturated_elements",
+)
+COUNTERS = COUNTERS_ALWAYS + COUNTERS_COLLECTED
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """One layer's cache ``[num_blocks, block_size, width]``.
+
+    Attributes
+    ----------
+    layout : CacheLayout
+    num_blocks : int or None
+        None where only the caller knows it: then no slot can be told to lie beyond the cache.
+    block_size : int
+        Rows a block.
+    block_stride, row_stride : int
+        Bytes from a block to the next, and from a row to the next.
+    """
+
+    layout: CacheLayout
+    num_blocks: int | None
+    block_size: int
+    block_stride: int
+    row_stride: int
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the cache; the largest int64 where nobody knows."""
+        return _INT64_MAX if self.num_blocks is None else self.num_blocks * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class InsertPlan:
+    """Storing `tokens` rows in each of `num_layers` caches.
+
+    Attributes
+    ----------
+    operation : str
+        Name for messages.
+    device : DeviceId
+    num_layers, tokens, kv_lora_rank, rope_dim : int
+    input_dtype : numpy.dtype
+        Of kv_c and of k_pe.
+    kv_c_strides, k_pe_strides, slot_strides : (int, int)
+        Bytes a layer and a token; k_pe and a list of slots without meaning hold zeros.
+    slot_dtype : numpy.dtype
+    """
+
+    operation: str
+    device: DeviceId
+    num_layers: int
+    tokens: int
+    kv_lora_rank: int
+    rope_dim: int
+    input_dtype: DType
+    kv_c_strides: tuple[int, int]
+    k_pe_strides: tuple[int, int]
+    slot_strides: tuple[int, int]
+    slot_dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class InsertInputs:
+    """A step's arrays.
+
+    `slots` is one array that serves all layers by `InsertPlan.slot_strides`, or an array a layer
+    (None leaves the layer out).
+    """
+
+    kv_c: ArrayRef
+    k_pe: ArrayRef | None
+    slots: ArrayRef | tuple[ArrayRef | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPointers:
+    """Caches known only by device arrays of pointers and scales, all of one geometry."""
+
+    cache_ptrs: ArrayRef
+    scales: ArrayRef | None
+    cache: CachePlan
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Reading rows back as ``[tokens, kv_lora_rank + rope_dim]`` of `out_dtype`."""
+
+    operation: str
+    device: DeviceId
+    cache: CachePlan
+    tokens: int
+    slot_stride: int
+    slot_dtype: DType
+    out_dtype: DType
+
+
+class Target(Protocol):
+    """The caches that inserts go to, with scales and counters, as a backend keeps them."""
+
+    def rebind(self, caches: Sequence[ArrayRef], plans: Sequence[CachePlan]) -> None:
+        """Put other arrays in place of the caches."""
+
+    def update_scales(self, scales: Sequence[Scale]) -> None:
+        """Put other scales in place of the scales."""
+
+    def scale_values(self) -> np.ndarray[Any, Any]:
+        """Return the scales as float32 [L], NaN where a layer has none."""
+
+    def counts(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return a copy of the counters, int64 [L] each."""
+
+    def take_errors(self) -> list[ErrorRecord]:
+        """Return what was recorded since the last call, and arm the records again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """The first event of its kind: ``slot`` (out of range), ``position`` or ``nonfinite``."""
+
+    kind: str
+    layer: int
+    token: int
+    slot: int

@@ -1,0 +1,139 @@
+"""A cache array, and the layout of its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupy_mla import dtypes
+from cupy_mla._arrays import ArrayRef
+from cupy_mla._plan import CachePlan
+from cupy_mla.errors import reject_type, reject_value
+from cupy_mla.layouts import (
+    CacheLayout,
+    ScaleFormat,
+    build_layout,
+    canonical_name,
+    check_scale_format,
+)
+
+from .checks import array, check_aligned, check_dtype, check_unit_stride, shape_text
+
+
+def cache(
+    operation: str,
+    argument: str,
+    obj: Any,
+    kv_cache_dtype: str | CacheLayout,
+    sizes: tuple[int, int] | None,
+    scale_format: str,
+    *,
+    writable: bool = True,
+) -> tuple[ArrayRef, CachePlan]:
+    """Validate one cache array and find its layout.
+
+    Parameters
+    ----------
+    operation, argument : str
+        For messages.
+    obj : array
+        ``[num_blocks, block_size, width]``, or 4-D with one head.
+    kv_cache_dtype : str or CacheLayout
+    sizes : (int, int) or None
+        kv_lora_rank and rope_dim; None takes the width of a flat cache as it is.
+    scale_format : str
+    writable : bool
+        Whether the cache is a destination.
+    """
+    ref = array(operation, argument, obj)
+    if ref.ndim not in (3, 4) or (ref.ndim == 4 and ref.shape[2] != 1):
+        reject_value(
+            operation,
+            argument,
+            "have shape [num_blocks, block_size, width] or [num_blocks, block_size, 1, width]",
+            shape_text(ref.shape),
+        )
+    layout = _layout_of(operation, argument, ref, kv_cache_dtype, sizes, scale_format)
+    blocks, rows, width = ref.shape[0], ref.shape[1], ref.shape[-1]
+    if width != layout.width:
+        reject_value(
+            operation,
+            argument,
+            f"have {layout.width} elements in its last axis for {layout.name} rows "
+            f"(kv_lora_rank {layout.kv_lora_rank}, rope_dim {layout.rope_dim})",
+            _width_text(ref, layout),
+        )
+    if rows < 1:
+        reject_value(operation, argument, "have at least one row a block", shape_text(ref.shape))
+    check_unit_stride(operation, argument, ref)
+    check_aligned(operation, argument, ref)
+    if writable:
+        if not ref.writable:
+            reject_value(operation, argument, "be writable", "a read-only array")
+        for axis, extent in ((0, blocks), (1, rows)):
+            if extent > 1 and abs(ref.strides[axis]) < layout.row_bytes and ref.size:
+                reject_value(
+                    operation,
+                    argument,
+                    f"have rows that do not overlap (a row has {layout.row_bytes} bytes)",
+                    f"a stride of {ref.strides[axis]} bytes along axis {axis}",
+                )
+    return ref, CachePlan(layout, blocks, rows, ref.strides[0], ref.strides[1])
+
+
+def _width_text(ref: ArrayRef, layout: CacheLayout) -> str:
+    width = ref.shape[-1]
+    text = f"{width} in {shape_text(ref.shape)}"
+    if width == 584 and layout.is_fp8:
+        text += " (DeepSeek-V4's rows keep their scales behind the block: an unsupported layout)"
+    return text
+
+
+def _layout_of(
+    operation: str,
+    argument: str,
+    ref: ArrayRef,
+    kv_cache_dtype: str | CacheLayout,
+    sizes: tuple[int, int] | None,
+    scale_format: str,
+) -> CacheLayout:
+    chosen_format = check_scale_format(operation, scale_format)
+    if isinstance(kv_cache_dtype, CacheLayout):
+        layout = kv_cache_dtype
+        own = (layout.kv_lora_rank, layout.rope_dim)
+        if sizes is not None and own != sizes:
+            reject_value(
+                operation,
+                "kv_cache_dtype",
+                f"be a layout of kv_lora_rank {sizes[0]} and rope_dim {sizes[1]}",
+                f"one of {own[0]} and {own[1]}",
+            )
+        check_dtype(operation, argument, ref, layout.accepted_dtypes, f" for {layout.name}")
+        return layout
+    return _named_layout(operation, argument, ref, kv_cache_dtype, sizes, chosen_format)
+
+
+def _named_layout(
+    operation: str,
+    argument: str,
+    ref: ArrayRef,
+    kv_cache_dtype: object,
+    sizes: tuple[int, int] | None,
+    scale_format: ScaleFormat,
+) -> CacheLayout:
+    name = canonical_name(operation, kv_cache_dtype)
+    if name == "auto":
+        name = ref.dtype.name
+        if ref.dtype not in dtypes.INPUT_DTYPES:
+            reject_type(
+                operation,
+                argument,
+                'be bfloat16, float16 or float32 for kv_cache_dtype "auto" (an fp8 cache needs '
+                'its layout named: "fp8_e4m3", "fp8_e5m2" or "fp8_ds_mla")',
+                name,
+            )
+    if sizes is None:
+        # A reader of flat rows needs no border between latent and rotary part.
+        sizes = (512, 64) if name == "fp8_ds_mla" else (max(ref.shape[-1], 1), 0)
+    layout = build_layout(operation, name, sizes[0], sizes[1], scale_format)
+    check_dtype(operation, argument, ref, layout.accepted_dtypes, f" for {layout.name}")
+    return layout

@@ -1,0 +1,53 @@
+"""Argument types and options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from cupy_mla.layouts import LAYOUT_NAMES, SCALE_FORMATS, get_layout
+
+
+def integer(least: int) -> Callable[[str], int]:
+    """Return an argument type for whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return value
+
+    return parse
+
+
+def layout_name(text: str) -> str:
+    """Argument type for the name of a layout; ``fp8`` becomes ``fp8_e4m3``."""
+    if text == "auto":  # stands for the dtype of a cache, and there is none here
+        raise argparse.ArgumentTypeError(_unknown_layout(text))
+    try:
+        return get_layout(text).name
+    except ValueError:
+        raise argparse.ArgumentTypeError(_unknown_layout(text)) from None
+
+
+def _unknown_layout(text: str) -> str:
+    return f"unknown layout {text!r} (choose from {', '.join(LAYOUT_NAMES)}; fp8 is fp8_e4m3)"
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document and nothing else"
+    )
+
+
+def add_scale_format(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--scale-format``; `default` says in words what happens without it."""
+    parser.add_argument(
+        "--scale-format",
+        choices=SCALE_FORMATS,
+        help=f"how fp8_ds_mla rounds the scales in its rows (default: {default})",
+    )

@@ -1,0 +1,430 @@
+"""Row layouts of MLA caches as data: the only place of the product where a byte offset is written.
+
+A layout yields the fields of a row, the size of a block, NumPy structured views, the text that
+documentation shows, and the constants printed in front of a CUDA source.
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from . import dtypes
+from .dtypes import DType
+from .errors import reject_type, reject_value
+
+__all__ = ["LAYOUT_NAMES", "CacheLayout", "LayoutField", "get_layout"]
+
+ScaleFormat = Literal["float32", "ue8m0"]
+SCALE_FORMATS: tuple[ScaleFormat, ...] = ("float32", "ue8m0")
+
+#: The layouts' own names, in the order in which tables show them.
+LAYOUT_NAMES: tuple[str, ...] = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_ds_mla",
+)
+_ALIASES = {"fp8": "fp8_e4m3"}
+
+_PLAIN: dict[str, DType] = {
+    "bfloat16": dtypes.BFLOAT16,
+    "float16": dtypes.FLOAT16,
+    "float32": dtypes.FLOAT32,
+}
+_FLAT_FP8: dict[str, DType] = {
+    "fp8_e4m3": dtypes.FLOAT8_E4M3,
+    "fp8_e5m2": dtypes.FLOAT8_E5M2,
+}
+
+#: DeepSeek-V3.2's row as FlashMLA reads it: one size only, tiles of 128 elements.
+_DS_MLA_RANK = 512
+_DS_MLA_ROPE = 64
+_DS_MLA_TILE = 128
+
+
+@dataclass(frozen=True)
+class LayoutField:
+    """One part of a row.
+
+    Attributes
+    ----------
+    name : str
+        ``nope`` (the latent kv_c), ``scale`` (a tile's own scales) or ``rope`` (k_pe).
+    offset : int
+        First byte in the row.
+    dtype : numpy.dtype
+        Type of one element.
+    count : int
+        Number of elements.
+    note : str
+        How an element is to be read.
+    """
+
+    name: str
+    offset: int
+    dtype: DType
+    count: int
+    note: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """First byte behind the field."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """How one token's row lies in a paged MLA cache.
+
+    Made by `get_layout`; compared and hashed by value, and taken by every function that takes a
+    ``kv_cache_dtype``.
+
+    Attributes
+    ----------
+    name : str
+        One of `LAYOUT_NAMES`.
+    kv_lora_rank, rope_dim : int
+        Elements of the latent part and of the rotary part (0 for models without RoPE).
+    storage_dtype : numpy.dtype
+        Element type of the cache array; uint8 for all fp8 layouts (the matching float8 dtype is
+        taken for a flat one too).
+    fields : tuple of LayoutField
+        The row's parts in byte order; empty parts are left out.
+    row_bytes : int
+        Size of a row in bytes.
+    scale_format : {"float32", "ue8m0"} or None
+        How the scales inside a row were rounded; None where a row holds no scale.
+    tile : int
+        Elements that share one scale inside the row; 0 where a row holds no scale.
+    """
+
+    name: str
+    kv_lora_rank: int
+    rope_dim: int
+    storage_dtype: DType
+    fields: tuple[LayoutField, ...]
+    row_bytes: int
+    scale_format: ScaleFormat | None = None
+    tile: int = 0
+
+    @property
+    def width(self) -> int:
+        """Elements of `storage_dtype` in a row: the last axis of a cache array."""
+        return self.row_bytes // self.storage_dtype.itemsize
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the latent part is stored in fp8."""
+        return self.storage_dtype == dtypes.UINT8
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether one scale a layer, kept outside the cache, is needed to write and read it."""
+        return self.name in _FLAT_FP8
+
+    @property
+    def code_dtype(self) -> DType:
+        """Element type of the latent part."""
+        return _FLAT_FP8.get(self.name) or (dtypes.FLOAT8_E4M3 if self.tile else self.storage_dtype)
+
+    @property
+    def accepted_dtypes(self) -> tuple[DType, ...]:
+        """Dtypes that a cache array of this layout may have."""
+        if self.name in _FLAT_FP8:
+            return (dtypes.UINT8, _FLAT_FP8[self.name])
+        return (self.storage_dtype,)
+
+    @property
+    def input_dtypes(self) -> tuple[DType, ...]:
+        """Dtypes that kv_c and k_pe may have; 16- and 32-bit rows are copied bit for bit."""
+        if self.name in _FLAT_FP8:
+            return dtypes.INPUT_DTYPES
+        return (dtypes.BFLOAT16,) if self.tile else (self.storage_dtype,)
+
+    def field(self, name: str) -> LayoutField | None:
+        """Return the field called `name`, or None where the row has none."""
+        return next((field for field in self.fields if field.name == name), None)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of a block of `block_size` rows, without padding between blocks.
+
+        Parameters
+        ----------
+        block_size : int
+            Rows a block, at least 1.
+        """
+        if block_size < 1:
+            reject_value("block_bytes", "block_size", "be at least 1", block_size)
+        return block_size * self.row_bytes
+
+    def row_dtype(self) -> DType:
+        """Structured NumPy dtype of a row, one field a part, for looking into raw bytes."""
+        return np.dtype(
+            {
+                "names": [field.name for field in self.fields],
+                "formats": [(field.dtype, (field.count,)) for field in self.fields],
+                "offsets": [field.offset for field in self.fields],
+                "itemsize": self.row_bytes,
+            }
+        )
+
+    def empty(self, num_blocks: int, block_size: int, xp: Any = np) -> Any:
+        """Allocate an uninitialised cache ``[num_blocks, block_size, width]``.
+
+        Parameters
+        ----------
+        num_blocks, block_size : int
+            Blocks, and rows a block.
+        xp : module
+            ``numpy`` (default) or ``cupy``.
+
+        Returns
+        -------
+        array
+            Of `storage_dtype`, C-contiguous.
+        """
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                reject_value("empty", name, "be at least 1", value)
+        return xp.empty((num_blocks, block_size, self.width), dtype=self.storage_dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as plain data that ``json.dumps`` takes."""
+        return {
+            "name": self.name,
+            "kv_lora_rank": self.kv_lora_rank,
+            "rope_dim": self.rope_dim,
+            "row_bytes": self.row_bytes,
+            "storage_dtype": self.storage_dtype.name,
+            "width": self.width,
+            "scale_format": self.scale_format,
+            "tile": self.tile,
+            "fields": [
+                {
+                    "name": field.name,
+                    "offset": field.offset,
+                    "nbytes": field.nbytes,
+                    "dtype": field.dtype.name,
+                    "count": field.count,
+                    "note": field.note,
+                }
+                for field in self.fields
+            ],
+        }
+
+    def _title(self) -> str:
+        scales = f", {self.scale_format} scales" if self.scale_format else ""
+        return (
+            f"{self.name}: {self.row_bytes} bytes a row "
+            f"(kv_lora_rank {self.kv_lora_rank}, rope_dim {self.rope_dim}{scales})"
+        )
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        return [
+            (
+                f"[{field.offset}, {field.end})",
+                field.name,
+                f"{field.count} x {field.dtype.name}",
+                field.note,
+            )
+            for field in self.fields
+        ]
+
+    def describe(self) -> str:
+        """Return the byte map as plain text.
+
+        Examples
+        --------
+        >>> print(get_layout("fp8_ds_mla").describe())
+        fp8_ds_mla: 656 bytes a row (kv_lora_rank 512, rope_dim 64, float32 scales)
+          [0, 512)    nope   512 x float8_e4m3fn  multiplied by its tile's scale
+          [512, 528)  scale  4 x float32          one a tile of 128
+          [528, 656)  rope   64 x bfloat16        as it is
+        """
+        table = self._rows()
+        widths = [max(len(row[i]) for row in table) for i in range(3)]
+        lines = [
+            "  " + "  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]])
+            for row in table
+        ]
+        return "\n".join([self._title(), *lines])
+
+    def _repr_html_(self) -> str:
+        """Byte map for Jupyter: a bar to scale, and the table of the fields."""
+        colours = {"nope": "#4c78a8", "scale": "#f58518", "rope": "#54a24b"}
+        bar = "".join(
+            f'<div title="{field.name} [{field.offset}, {field.end})" style="width:'
+            f'{100 * field.nbytes / self.row_bytes:.2f}%;background:{colours[field.name]}"></div>'
+            for field in self.fields
+        )
+        cells = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self._rows()
+        )
+        return (
+            f"<div><b>{html.escape(self._title())}</b>"
+            f'<div style="display:flex;height:1.2em;max-width:40em">{bar}</div>'
+            "<table><tr><th>bytes</th><th>part</th><th>elements</th><th>read as</th></tr>"
+            f"{cells}</table></div>"
+        )
+
+    def cuda_constants(self) -> str:
+        """Return the C++ constants that are printed in front of a kernel's source.
+
+        Flat layouts take their sizes at run time, so that one specialisation serves them all:
+        for those, all constants but the element size are 0 and the offsets -1.
+        """
+        fixed = self.tile > 0
+
+        def offset(name: str) -> int:
+            field = self.field(name)
+            return field.offset if fixed and field else -1
+
+        values = {
+            "kRowBytes": self.row_bytes if fixed else 0,
+            "kLoraRank": self.kv_lora_rank if fixed else 0,
+            "kRopeDim": self.rope_dim if fixed else 0,
+            "kTile": self.tile,
+            "kTiles": self.kv_lora_rank // self.tile if fixed else 0,
+            "kNopeOffset": offset("nope"),
+            "kScaleOffset": offset("scale"),
+            "kRopeOffset": offset("rope"),
+        }
+        lines = [f"constexpr int {name} = {value};" for name, value in values.items()]
+        return "\n".join(["namespace layout {", *lines, "}  // namespace layout", ""])
+
+
+def _packed(*parts: tuple[str, DType, int, str]) -> tuple[tuple[LayoutField, ...], int]:
+    """Put parts one behind the other; return the fields that hold anything, and the row size."""
+    fields = []
+    offset = 0
+    for name, dtype, count, note in parts:
+        if count:
+            fields.append(LayoutField(name, offset, dtype, count, note))
+            offset = fields[-1].end
+    return tuple(fields), offset
+
+
+def check_scale_format(operation: str, scale_format: object) -> ScaleFormat:
+    """Return `scale_format`, or raise for what is none."""
+    if scale_format not in SCALE_FORMATS:
+        reject_value(operation, "scale_format", 'be "float32" or "ue8m0"', repr(scale_format))
+    return scale_format
+
+
+def canonical_name(operation: str, name: object) -> str:
+    """Return the layout's own name for `name` (``auto`` stays), or raise for what is none."""
+    if not isinstance(name, str):
+        reject_type(operation, "kv_cache_dtype", "be a name or a CacheLayout", type(name).__name__)
+    name = _ALIASES.get(name, name)
+    if name != "auto" and name not in LAYOUT_NAMES:
+        known = ", ".join(("auto", "fp8", *LAYOUT_NAMES))
+        reject_value(operation, "kv_cache_dtype", f"be one of {known}", repr(name))
+    return name
+
+
+def build_layout(
+    operation: str, name: str, kv_lora_rank: int, rope_dim: int, scale_format: ScaleFormat
+) -> CacheLayout:
+    """Make the layout called `name` (not ``auto``); errors speak of `operation`."""
+    rank, rope = kv_lora_rank, rope_dim
+    if name in _PLAIN:
+        stored = _PLAIN[name]
+        note = "as it is"
+        fields, size = _packed(("nope", stored, rank, note), ("rope", stored, rope, note))
+        return CacheLayout(name, rank, rope, stored, fields, size)
+    if name in _FLAT_FP8:
+        code = _FLAT_FP8[name]
+        note = "multiplied by the layer's scale"
+        fields, size = _packed(("nope", code, rank, note), ("rope", code, rope, note))
+        return CacheLayout(name, rank, rope, dtypes.UINT8, fields, size)
+    if (rank, rope) != (_DS_MLA_RANK, _DS_MLA_ROPE):
+        reject_value(
+            operation,
+            "kv_lora_rank and rope_dim",
+            f"be {_DS_MLA_RANK} and {_DS_MLA_ROPE} for fp8_ds_mla (656-byte rows)",
+            f"{rank} and {rope}",
+        )
+    fields, size = _packed(
+        ("nope", dtypes.FLOAT8_E4M3, rank, "multiplied by its tile's scale"),
+        ("scale", dtypes.FLOAT32, rank // _DS_MLA_TILE, f"one a tile of {_DS_MLA_TILE}"),
+        ("rope", dtypes.BFLOAT16, rope, "as it is"),
+    )
+    return CacheLayout(name, rank, rope, dtypes.UINT8, fields, size, scale_format, _DS_MLA_TILE)
+
+
+def check_sizes(operation: str, kv_lora_rank: object, rope_dim: object) -> tuple[int, int]:
+    """Return both sizes as ints, or raise for what is no size."""
+    sizes = []
+    for argument, value, least in (("kv_lora_rank", kv_lora_rank, 1), ("rope_dim", rope_dim, 0)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            reject_type(operation, argument, "be an integer", type(value).__name__)
+        if value < least:
+            reject_value(operation, argument, f"be at least {least}", value)
+        sizes.append(int(value))
+    return sizes[0], sizes[1]
+
+
+def get_layout(
+    kv_cache_dtype: str | CacheLayout,
+    *,
+    kv_lora_rank: int = 512,
+    rope_dim: int = 64,
+    scale_format: str = "float32",
+    dtype: Any = "bfloat16",
+) -> CacheLayout:
+    """Return the row layout of a cache dtype.
+
+    Parameters
+    ----------
+    kv_cache_dtype : str or CacheLayout
+        ``auto`` (rows of `dtype`), ``bfloat16``, ``float16``, ``float32``, ``fp8`` (the same as
+        ``fp8_e4m3``), ``fp8_e5m2`` or ``fp8_ds_mla``. A layout is returned as it is.
+    kv_lora_rank : int
+        Elements of the latent part, at least 1. ``fp8_ds_mla`` has 512.
+    rope_dim : int
+        Elements of the rotary part, 0 for models without RoPE. ``fp8_ds_mla`` has 64.
+    scale_format : {"float32", "ue8m0"}
+        How a row's own scales are rounded; flat layouts ignore it.
+    dtype : str or numpy.dtype
+        The rows' dtype for ``auto``.
+
+    Returns
+    -------
+    CacheLayout
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, or a size that the layout does not have.
+    TypeError
+        For a kv_cache_dtype that is neither a name nor a layout.
+
+    Examples
+    --------
+    >>> get_layout("fp8").row_bytes
+    576
+    >>> [field.offset for field in get_layout("fp8_ds_mla").fields]
+    [0, 512, 528]
+    """
+    operation = "get_layout"
+    if isinstance(kv_cache_dtype, CacheLayout):
+        return kv_cache_dtype
+    name = canonical_name(operation, kv_cache_dtype)
+    rank, rope = check_sizes(operation, kv_lora_rank, rope_dim)
+    if name == "auto":
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        if name not in _PLAIN:
+            reject_value(operation, "dtype", "be bfloat16, float16 or float32", repr(name))
+    return build_layout(operation, name, rank, rope, check_scale_format(operation, scale_format))

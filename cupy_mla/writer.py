@@ -1,0 +1,320 @@
+"""GroupedCacheWriter: the caches of all layers of a model, written together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _validate, backends
+from ._arrays import CPU, ArrayRef, DeviceId
+from ._plan import CachePlan
+from .errors import reject_type, reject_value
+from .layouts import CacheLayout, check_sizes
+
+__all__ = ["GroupedCacheWriter"]
+
+
+class GroupedCacheWriter:
+    """Stores each token in the caches of several layers, one launch for all layers of a layout.
+
+    Everything that does not change from step to step is validated once, here: cache geometry,
+    layouts and scales. On a CUDA device they live in tables in device memory, which `rebind` and
+    `update_scales` rewrite in place, in stream order; bound callables and captured graphs follow.
+
+    Parameters
+    ----------
+    kv_caches : sequence of L arrays
+        ``[num_blocks, block_size, width]`` each, with its own number of blocks, block size and
+        strides, all on one device.
+    kv_cache_dtype : str, CacheLayout, or a sequence of L of them
+        See `get_layout`; ``auto`` is the dtype of each cache.
+    kv_scales : None, sequence of L, or float32 array [L]
+        One scale a layer of flat fp8, None for a layer of another layout. Numbers, and host
+        arrays for caches on a GPU, are copied; they must be finite and > 0. Arrays on the
+        caches' own device (one of [L], or L of one element, such as a layer's ``k_scale``) are
+        referenced: each insert reads what they hold then, so they cannot go stale.
+    kv_lora_rank, rope_dim : int
+        Elements of the latent and of the rotary part; rope_dim 0 for models without RoPE.
+    scale_format : {"float32", "ue8m0"}
+        How ``fp8_ds_mla`` rounds its tiles' scales.
+    collect_stats : bool
+        Whether stored rows, padding, NaN/Inf and saturated elements are counted at each insert.
+        Slots beyond a cache are counted always.
+
+    Attributes
+    ----------
+    layouts : tuple of CacheLayout
+        One a layer.
+    num_layers : int
+    num_launches : int
+        Kernel launches an insert takes on a GPU: one a layout.
+
+    Raises
+    ------
+    ValueError
+        For a shape, stride, scale or device that does not fit; the message names the layer.
+    TypeError
+        For a dtype or a kind of argument that does not fit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_mla import GroupedCacheWriter, get_layout, read_slots
+    >>> caches = [get_layout("fp8").empty(4, 16) for _ in range(5)]
+    >>> writer = GroupedCacheWriter(caches, "fp8", [0.5, 1.0, 1.0, 2.0, 2.0])
+    >>> kv = np.ones((5, 3, 576), np.float32)
+    >>> writer.insert(kv[..., :512], kv[..., 512:], np.array([17, 3, -1]))
+    >>> read_slots(caches[4], np.array([17]), "fp8", 2.0)[0, :3]
+    array([1., 1., 1.], dtype=float32)
+    >>> writer.num_launches
+    1
+    """
+
+    def __init__(
+        self,
+        kv_caches: Sequence[Any],
+        kv_cache_dtype: str | CacheLayout | Sequence[str | CacheLayout] = "auto",
+        kv_scales: Any = None,
+        *,
+        kv_lora_rank: int = 512,
+        rope_dim: int = 64,
+        scale_format: str = "float32",
+        collect_stats: bool = False,
+    ) -> None:
+        operation = "GroupedCacheWriter"
+        self._sizes = check_sizes(operation, kv_lora_rank, rope_dim)
+        arrays = _layer_list(operation, "kv_caches", kv_caches)
+        names: Sequence[Any]
+        if isinstance(kv_cache_dtype, (str, CacheLayout)):
+            names = [kv_cache_dtype] * len(arrays)
+        else:
+            names = _layer_list(operation, "kv_cache_dtype", kv_cache_dtype, len(arrays))
+        caches, plans, self._device = _caches(operation, arrays, names, self._sizes, scale_format)
+        self.layouts = tuple(plan.layout for plan in plans)
+        self.num_layers = len(plans)
+        self._groups = _groups(self.layouts)
+        self.num_launches = len(self._groups)
+        scales = _validate.writer_scales(operation, kv_scales, self.layouts, self._device)
+        self._given_scales = kv_scales
+        self._collect_stats = bool(collect_stats)
+        self._backend = backends.for_device(self._device)
+        self._target = self._backend.target(
+            caches, plans, scales, collect_stats=self._collect_stats
+        )
+
+    @property
+    def kv_scales(self) -> Any:
+        """The scales as they were given: one array, or a tuple with None where a layer has none."""
+        given = self._given_scales
+        if given is None:
+            return (None,) * self.num_layers
+        return tuple(given) if isinstance(given, (list, tuple)) else given
+
+    def insert(self, kv_c: Any, k_pe: Any, slot_mapping: Any, *, stream: Any = None) -> None:
+        """Store each token's row in each layer's cache.
+
+        Parameters
+        ----------
+        kv_c : array [L, T', R]
+            Latent parts; any strides but along the last axis, so slices of one projection
+            ``[T, L, R + P]`` too. Rows behind the T-th are padding.
+        k_pe : array [L, T', P] or None
+            Rotary parts, of the dtype of `kv_c`.
+        slot_mapping : array [T] or [L, T], list of L arrays [T], or None
+            Rows for the tokens, int32 or int64. One [T] serves all layers; None in a list leaves
+            that layer out; None alone does nothing.
+        stream : object, optional
+            A stream of the caches' device; None for host arrays.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For arrays that do not fit; nothing is written.
+        """
+        if slot_mapping is None:
+            return
+        self._prepared("insert", kv_c, k_pe, slot_mapping)(stream)
+
+    def bind(self, kv_c: Any, k_pe: Any, slot_mapping: Any) -> Callable[..., None]:
+        """Validate fixed buffers once; the returned callable inserts what they hold at each call.
+
+        Parameters
+        ----------
+        kv_c, k_pe, slot_mapping
+            As for `insert`. The buffers are kept alive.
+
+        Returns
+        -------
+        callable
+            Takes an optional ``stream``. It follows `rebind` and `update_scales`.
+        """
+        if slot_mapping is None:
+            reject_type("bind", "slot_mapping", "be an array or a list of arrays", "None")
+        return self._prepared("bind", kv_c, k_pe, slot_mapping)
+
+    def _prepared(
+        self, operation: str, kv_c: Any, k_pe: Any, slot_mapping: Any
+    ) -> Callable[..., None]:
+        plan, inputs = _validate.insert_inputs(
+            operation,
+            kv_c,
+            k_pe,
+            slot_mapping,
+            num_layers=self.num_layers,
+            sizes=self._sizes,
+            device=self._device,
+            owner="kv_caches",
+        )
+        _validate.storable(plan, self.layouts, "kv_c")
+        backend, target, on_host = self._backend, self._target, self._device.kind == "cpu"
+
+        def run(stream: Any = None) -> None:
+            if on_host:
+                _validate.host_stream(operation, stream)
+            backend.insert(plan, inputs, target, stream)
+
+        return run
+
+    def rebind(self, kv_caches: Sequence[Any]) -> None:
+        """Write to other caches from now on: bound callables and captured graphs follow.
+
+        Parameters
+        ----------
+        kv_caches : sequence of L arrays
+            Of the same layouts and on the same device; blocks, block sizes and strides may differ.
+        """
+        operation = "rebind"
+        arrays = _layer_list(operation, "kv_caches", kv_caches, self.num_layers)
+        caches, plans, device = _caches(operation, arrays, self.layouts, self._sizes, "float32")
+        if device != self._device:
+            reject_value(
+                operation, "kv_caches", f"be on the writer's device {self._device}", device
+            )
+        self._target.rebind(caches, plans)
+
+    def update_scales(self, kv_scales: Any) -> None:
+        """Use other scales from now on: bound callables and captured graphs follow.
+
+        Parameters
+        ----------
+        kv_scales
+            As for the constructor.
+        """
+        scales = _validate.writer_scales("update_scales", kv_scales, self.layouts, self._device)
+        self._target.update_scales(scales)
+        self._given_scales = kv_scales
+
+    def warmup(self) -> None:
+        """Compile and load what inserts need, so that the first one can be captured in a graph."""
+        self._backend.warmup(self._target)
+
+    def stats(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the counters since the writer was made, after waiting for the device.
+
+        Returns
+        -------
+        dict of int64 array [L]
+            ``slots_out_of_range`` and ``positions_out_of_range``; with `collect_stats` also
+            ``rows_written``, ``slots_padding`` (slots below 0), ``nonfinite_elements`` (NaN or
+            Inf among what was stored) and ``saturated_elements`` (fp8 quotients that a cast
+            without saturation would turn into NaN or Inf).
+        """
+        return self._target.counts()
+
+    def check(self) -> None:
+        """Raise for the first thing that went wrong since the last check, after waiting.
+
+        Raises
+        ------
+        ValueError
+            For a slot beyond a cache (layer, token, slot), a position beyond the RoPE table, a
+            scale that is not finite and > 0 (layer), and, with `collect_stats`, a NaN or Inf
+            that was stored (layer, token, slot). Counters stay as they are; the next check
+            reports only what happens after this one. Which of several events is the first is
+            unspecified on a GPU; on NumPy it is the lowest layer, then token, of the first insert.
+        """
+        problems = []
+        for error in self._target.take_errors():
+            where = f"layer {error.layer}, token {error.token}, slot {error.slot}"
+            problems.append(
+                {
+                    "slot": f"slots lie beyond the cache and were not written, first: {where}",
+                    "position": f"positions lie beyond the RoPE table, first: {where}",
+                    "nonfinite": f"a NaN or Inf was stored, first: {where}",
+                }[error.kind]
+            )
+        for layer, value in enumerate(self._target.scale_values()):
+            if self.layouts[layer].needs_scale and not (np.isfinite(value) and value > 0):
+                problems.append(f"the scale of layer {layer} must be finite and > 0, got {value}")
+        if problems:
+            raise ValueError("check: " + "; ".join(problems))
+
+    def explain(self) -> str:
+        """Return in words which layers go together in a launch, and why not all do."""
+        lines = [
+            f"GroupedCacheWriter: {self.num_layers} layers on {self._device}, "
+            + self._backend.explain(tuple(self._groups.values()))
+            + f"{self.num_launches} launch{'es' if self.num_launches != 1 else ''} an insert"
+        ]
+        for number, (layout, layers) in enumerate(self._groups.items(), 1):
+            names = ", ".join(map(str, layers))
+            lines.append(
+                f"  launch {number}: layer{'s' if len(layers) > 1 else ''} {names} as "
+                f"{layout.name} ({layout.row_bytes}-byte rows)"
+            )
+        if self.num_launches > 1:
+            lines.append(
+                "  A kernel is compiled for one layout, so each layout has a launch of its own."
+            )
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(layout.name for layout in self.layouts))
+        return f"GroupedCacheWriter({self.num_layers} layers, {names}, {self._device})"
+
+
+def _layer_list(
+    operation: str, argument: str, value: Any, num_layers: int | None = None
+) -> list[Any]:
+    """Return one entry a layer."""
+    try:
+        entries = list(value)
+    except TypeError:
+        reject_type(operation, argument, "be a sequence with one entry a layer", type(value))
+    if num_layers is not None and len(entries) != num_layers:
+        reject_value(
+            operation, argument, f"have one entry for each of {num_layers} layers", len(entries)
+        )
+    if not entries:
+        reject_value(operation, argument, "have at least one layer", "none")
+    return entries
+
+
+def _caches(
+    operation: str,
+    arrays: Sequence[Any],
+    names: Sequence[str | CacheLayout],
+    sizes: tuple[int, int],
+    scale_format: str,
+) -> tuple[list[ArrayRef], list[CachePlan], DeviceId]:
+    refs, plans = [], []
+    device: DeviceId | None = None
+    for layer, (obj, name) in enumerate(zip(arrays, names, strict=True)):
+        argument = f"kv_caches[{layer}]"
+        ref, plan = _validate.cache(operation, argument, obj, name, sizes, scale_format)
+        device = device or ref.device
+        if device is not None:
+            _validate.same_device(operation, argument, ref, device, "the other layers")
+        refs.append(ref)
+        plans.append(plan)
+    return refs, plans, device or CPU
+
+
+def _groups(layouts: Sequence[CacheLayout]) -> dict[CacheLayout, tuple[int, ...]]:
+    """Return the layers of each layout, in the order in which layouts first appear."""
+    groups: dict[CacheLayout, tuple[int, ...]] = {}
+    for layer, layout in enumerate(layouts):
+        groups[layout] = (*groups.get(layout, ()), layer)
+    return groups

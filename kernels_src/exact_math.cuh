@@ -1,0 +1,244 @@
+// Float arithmetic whose bits matter: every operation that decides a stored byte, and nothing else.
+//
+// CuPy appends -ftz=true to the options of every compilation, after the caller's own. With it the
+// plain operators, __fmul_rn, fmaxf and a comparison of floats all flush subnormals. Inline PTX
+// that says no .ftz keeps them, and a multiplication and an addition that are written apart are
+// never contracted. The host twins under #else are plain C++ for the emulator, compiled with
+// -ffp-contract=off; both sides give equal bits for all inputs but a NaN's payload.
+//
+// This is the only file with inline PTX.
+
+#pragma once
+
+#include "types.cuh"
+
+namespace cupy_mla {
+
+#if defined(__CUDACC__)
+
+__device__ __forceinline__ float add_rn_f32(float a, float b) {
+  float result;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ __forceinline__ float sub_rn_f32(float a, float b) {
+  float result;
+  asm("sub.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ __forceinline__ float mul_rn_f32(float a, float b) {
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// a * b + c, rounded once.
+__device__ __forceinline__ float fma_rn_f32(float a, float b, float c) {
+  float result;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+  return result;
+}
+
+__device__ __forceinline__ float div_rn_f32(float a, float b) {
+  float result;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ __forceinline__ float rcp_rn_f32(float a) {
+  float result;
+  asm("rcp.rn.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+}
+
+__device__ __forceinline__ float sqrt_rn_f32(float a) {
+  float result;
+  asm("sqrt.rn.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+}
+
+// The larger one; a NaN loses against a number. +0 is larger than -0.
+__device__ __forceinline__ float max_f32(float a, float b) {
+  float result;
+  asm("max.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// fma_rn_f32(a, b, q) if |q| < limit, else q (also where q is NaN). As one predicated instruction:
+// a select behind an unconditional fma would be a fifth instruction in the division below.
+__device__ __forceinline__ float fma_rn_f32_if_below(float a, float b, float q, float limit) {
+  asm("{\n\t"
+      ".reg .pred below;\n\t"
+      ".reg .f32 magnitude;\n\t"
+      "abs.f32 magnitude, %0;\n\t"
+      "setp.lt.f32 below, magnitude, %3;\n\t"
+      "@below fma.rn.f32 %0, %1, %2, %0;\n\t"
+      "}"
+      : "+f"(q)
+      : "f"(a), "f"(b), "f"(limit));
+  return q;
+}
+
+#else
+
+__device__ inline float add_rn_f32(float a, float b) { return a + b; }
+__device__ inline float sub_rn_f32(float a, float b) { return a - b; }
+__device__ inline float mul_rn_f32(float a, float b) { return a * b; }
+__device__ inline float fma_rn_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+__device__ inline float div_rn_f32(float a, float b) { return a / b; }
+__device__ inline float rcp_rn_f32(float a) { return 1.0f / a; }
+__device__ inline float sqrt_rn_f32(float a) { return __builtin_sqrtf(a); }
+
+__device__ inline float max_f32(float a, float b) {
+  if (a != a) return b;
+  if (b != b) return a;
+  if (a == b) return __builtin_signbit(a) ? b : a;
+  return a > b ? a : b;
+}
+
+__device__ inline float fma_rn_f32_if_below(float a, float b, float q, float limit) {
+  return __builtin_fabsf(q) < limit ? __builtin_fmaf(a, b, q) : q;
+}
+
+#endif
+
+__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ float float_of(u32 bits) { return __uint_as_float(bits); }
+
+constexpr u32 kSignBit = 0x80000000u;
+constexpr u32 kInfinityBits = 0x7F800000u;
+
+__device__ __forceinline__ float abs_f32(float x) { return float_of(bits_of(x) & ~kSignBit); }
+__device__ __forceinline__ float neg_f32(float x) { return float_of(bits_of(x) ^ kSignBit); }
+
+// Widening, exact.
+
+__device__ __forceinline__ float bf16_to_f32(u16 bits) {
+  return float_of(static_cast<u32>(bits) << 16);
+}
+
+__device__ __forceinline__ float f16_to_f32(u16 bits) {
+#if defined(__CUDACC__)
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
+  return result;
+#else
+  const u32 sign = static_cast<u32>(bits & 0x8000u) << 16;
+  const u32 magnitude = bits & 0x7FFFu;
+  if (magnitude >= 0x7C00u) return float_of(sign | kInfinityBits | (magnitude & 0x3FFu) << 13);
+  // A subnormal has no hidden bit: count it in units of 2^-24.
+  if (magnitude < 0x400u) {
+    return float_of(sign | bits_of(static_cast<float>(magnitude) * 0x1p-24f));
+  }
+  return float_of(sign | ((magnitude << 13) + ((127u - 15u) << 23)));
+#endif
+}
+
+// Narrowing, to nearest even. Every NaN becomes 0x7FFF, as PTX cvt has it.
+
+__device__ __forceinline__ u16 cvt_rn_bf16(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(x));
+  return result;
+#else
+  const u32 bits = bits_of(x);
+  if ((bits & ~kSignBit) > kInfinityBits) return 0x7FFFu;
+  return static_cast<u16>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+#endif
+}
+
+// The upper bits of `magnitude` without its lowest `shift` (1 to 31) ones, to nearest even.
+__device__ __forceinline__ u32 shift_right_rn(u32 magnitude, u32 shift) {
+  return (magnitude + ((1u << (shift - 1)) - 1u) + (magnitude >> shift & 1u)) >> shift;
+}
+
+// Magnitude of a finite float32 in a format with `kMantissa` mantissa bits and exponent bias
+// `kBias`, to nearest even. What is too large comes out as a code above the format's finite ones.
+template <int kMantissa, int kBias>
+__device__ __forceinline__ u32 narrow_rn(u32 magnitude) {
+  constexpr u32 kShift = 23 - kMantissa;
+  constexpr u32 kLeastNormal = 127 - kBias + 1;  // its exponent, as float32 counts
+  const u32 exponent = magnitude >> 23;
+  if (exponent >= kLeastNormal) {
+    return shift_right_rn(magnitude, kShift) - ((kLeastNormal - 1) << kMantissa);
+  }
+  // A subnormal result: the hidden bit becomes an ordinary one, and less of the mantissa stays.
+  // float32's own subnormals lie so far below that it makes no difference that they have none.
+  const u32 shift = kShift + (kLeastNormal - exponent);
+  return shift > 31 ? 0u : shift_right_rn((magnitude & 0x7FFFFFu) | 0x800000u, shift);
+}
+
+__device__ __forceinline__ u16 cvt_rn_f16(float x) {
+#if defined(__CUDACC__)
+  u16 result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(x));
+  return result;
+#else
+  const u32 bits = bits_of(x);
+  const u32 magnitude = bits & ~kSignBit;
+  if (magnitude > kInfinityBits) return 0x7FFFu;
+  const u32 code = magnitude == kInfinityBits ? 0x7C00u : narrow_rn<10, 15>(magnitude);
+  return static_cast<u16>((bits & kSignBit) >> 16 | (code < 0x7C00u ? code : 0x7C00u));
+#endif
+}
+
+// fp8 by integer arithmetic: below sm_89, and on the host. Saturating, a NaN is 0x7F in both
+// formats without its sign, which is what cvt.satfinite does.
+template <int kMantissa, int kBias, u32 kMaxCode>
+__device__ __forceinline__ u32 cvt_sat_fp8_soft(float x) {
+  const u32 bits = bits_of(x);
+  const u32 magnitude = bits & ~kSignBit;
+  if (magnitude > kInfinityBits) return 0x7Fu;
+  const u32 code = narrow_rn<kMantissa, kBias>(magnitude);
+  return bits >> 24 & 0x80u | (code < kMaxCode ? code : kMaxCode);
+}
+
+__device__ __forceinline__ u32 cvt_sat_e4m3_soft(float x) {
+  return cvt_sat_fp8_soft<3, 7, 0x7E>(x);
+}
+__device__ __forceinline__ u32 cvt_sat_e5m2_soft(float x) {
+  return cvt_sat_fp8_soft<2, 15, 0x7B>(x);
+}
+
+// Four codes, the first one in the lowest byte.
+
+__device__ __forceinline__ u32 cvt_sat_e4m3x4(float a, float b, float c, float d) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  u32 codes;
+  asm("{\n\t"
+      ".reg .b16 low, high;\n\t"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n\t"
+      "mov.b32 %0, {low, high};\n\t"
+      "}"
+      : "=r"(codes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+#else
+  return cvt_sat_e4m3_soft(a) | cvt_sat_e4m3_soft(b) << 8 | cvt_sat_e4m3_soft(c) << 16 |
+         cvt_sat_e4m3_soft(d) << 24;
+#endif
+}
+
+__device__ __forceinline__ u32 cvt_sat_e5m2x4(float a, float b, float c, float d) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  u32 codes;
+  asm("{\n\t"
+      ".reg .b16 low, high;\n\t"
+      "cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n\t"
+      "cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n\t"
+      "mov.b32 %0, {low, high};\n\t"
+      "}"
+      : "=r"(codes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+#else
+  return cvt_sat_e5m2_soft(a) | cvt_sat_e5m2_soft(b) << 8 | cvt_sat_e5m2_soft(c) << 16 |
+         cvt_sat_e5m2_soft(d) << 24;
+#endif
+}
+
+}  // namespace cupy_mla

@@ -1,0 +1,1 @@
+"""Tests that need no GPU; tests of other backends import the shared ones from here."""
