@@ -9,7 +9,16 @@ from __future__ import annotations
 from ._version import __version__
 from .errors import BackendUnavailable, CompileError
 from .layouts import CacheLayout, LayoutField, get_layout
-from .ops import concat_and_cache_mla, concat_and_cache_mla_grouped, read_slots
+from .ops import (
+    concat_and_cache_mla,
+    concat_and_cache_mla_grouped,
+    convert_cache,
+    cp_gather_and_upconvert_fp8_kv_cache,
+    cp_gather_indexer_k_quant_cache,
+    gather_and_maybe_dequant_cache,
+    gather_cache,
+    read_slots,
+)
 from .writer import GroupedCacheWriter
 
 __all__ = [
@@ -21,6 +30,11 @@ __all__ = [
     "__version__",
     "concat_and_cache_mla",
     "concat_and_cache_mla_grouped",
+    "convert_cache",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_indexer_k_quant_cache",
+    "gather_and_maybe_dequant_cache",
+    "gather_cache",
     "get_layout",
     "read_slots",
 ]

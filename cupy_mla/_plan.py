@@ -151,3 +151,143 @@ class ErrorRecord:
     layer: int
     token: int
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTablePlan:
+    """Which row of a cache each output row is, by requests' lengths and their block table.
+
+    Output row `t` belongs to request `i` where ``first[i] <= t < first[i + 1]``; its position is
+    ``t - first[i] + start[i]``, its block ``table[i, position // block_size]``. A position below
+    0 or beyond the table's columns, and a block that the cache does not have, name no row.
+
+    Attributes
+    ----------
+    num_seqs, max_blocks : int
+        Requests, and columns of the block table.
+    table_strides : (int, int)
+        Bytes a request and a column.
+    table_dtype : numpy.dtype
+    first_stride : int
+    first_dtype : numpy.dtype
+        Of the first output row of each request: ``num_seqs + 1`` entries that do not decrease, or
+        ``num_seqs`` where `open_ended`. Of several requests that begin at one row the last has it.
+    start_stride : int
+    start_dtype : numpy.dtype
+        Of each request's position at its first output row; without an array all are 0.
+    owner_stride : int
+    owner_dtype : numpy.dtype
+        Of the request of each output row where the caller gives it; without an array it is
+        searched for. An owner that is no request, or whose rows do not hold `t`, owns nothing.
+    open_ended : bool
+        Whether the last request goes on to the last output row.
+    """
+
+    num_seqs: int
+    max_blocks: int
+    table_strides: tuple[int, int]
+    table_dtype: DType
+    first_stride: int
+    first_dtype: DType
+    start_stride: int
+    start_dtype: DType
+    owner_stride: int
+    owner_dtype: DType
+    open_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """The arrays of a `BlockTablePlan`; None where the caller gave none."""
+
+    table: ArrayRef
+    first: ArrayRef
+    start: ArrayRef | None
+    owner: ArrayRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """Reading the rows that a block table names, as ``[tokens, kv_lora_rank + rope_dim]``.
+
+    Attributes
+    ----------
+    operation : str
+        Name for messages.
+    device : DeviceId
+    cache : CachePlan
+    rows : BlockTablePlan
+    tokens : int or None
+        Output rows. None is the last entry of `BlockTable.first`: reading it waits for the device.
+    out_stride : int
+        Bytes from an output row to the next.
+    out_dtype : numpy.dtype
+    zero_unowned : bool
+        Whether output rows of no request become zeros (new arrays) or stay as they are. Rows of
+        a request that name no row of the cache become zeros always.
+    """
+
+    operation: str
+    device: DeviceId
+    cache: CachePlan
+    rows: BlockTablePlan
+    tokens: int | None
+    out_stride: int
+    out_dtype: DType
+    zero_unowned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerGatherPlan:
+    """Copying the codes and scales of the indexer keys that a block table names.
+
+    Attributes
+    ----------
+    operation : str
+        Name for messages.
+    device : DeviceId
+    cache : CachePlan
+    rows : BlockTablePlan
+    tokens : int
+        Output rows. Those of no request stay as they are; those of a request that name no row of
+        the cache become zeros, codes and scale.
+    code_stride, scale_stride : int
+        Bytes from an output row to the next.
+    """
+
+    operation: str
+    device: DeviceId
+    cache: CachePlan
+    rows: BlockTablePlan
+    tokens: int
+    code_stride: int
+    scale_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertPlan:
+    """Writing rows of one cache to the same slots of another, of another layout or scale.
+
+    Attributes
+    ----------
+    operation : str
+        Name for messages.
+    device : DeviceId
+    source, destination : CachePlan
+        Of equal `num_slots`.
+    count : int
+        Slots to convert: all of the cache in order where `slot_dtype` is None, else an array.
+    slot_stride : int
+    slot_dtype : numpy.dtype or None
+    copies : bool
+        Whether rows are the same bytes in both, so that they are copied.
+    """
+
+    operation: str
+    device: DeviceId
+    source: CachePlan
+    destination: CachePlan
+    count: int
+    slot_stride: int
+    slot_dtype: DType | None
+    copies: bool

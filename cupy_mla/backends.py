@@ -9,15 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from . import _arrays, reference
 from ._arrays import ArrayRef, DeviceId
-from ._plan import CachePlan, InsertInputs, InsertPlan, ReadPlan, Scale, Target
+from ._fused_backends import FusedBackend, NumpyFused
+from ._plan import (
+    BlockTable,
+    CachePlan,
+    ConvertPlan,
+    GatherPlan,
+    IndexerGatherPlan,
+    InsertInputs,
+    InsertPlan,
+    ReadPlan,
+    Scale,
+    Target,
+)
 
 if TYPE_CHECKING:
     from ._cuda.backend import CudaBackend
 
 
-class Backend(Protocol):
+class Backend(FusedBackend, Protocol):
     """What a backend does."""
 
     def target(
@@ -43,6 +57,45 @@ class Backend(Protocol):
     ) -> Any:
         """Read rows back into a new array of the framework of `like`."""
 
+    def gather(
+        self,
+        plan: GatherPlan,
+        arrays: BlockTable,
+        target: Target,
+        out: ArrayRef | None,
+        like: ArrayRef,
+        stream: object,
+    ) -> Any:
+        """Read the rows that a block table names into `out`, or a new array as `like` is."""
+
+    def gather_indexer(
+        self,
+        plan: IndexerGatherPlan,
+        arrays: BlockTable,
+        target: Target,
+        codes: ArrayRef,
+        scales: ArrayRef,
+        stream: object,
+    ) -> None:
+        """Copy the codes and scales of the indexer keys that a block table names."""
+
+    def convert(
+        self,
+        plan: ConvertPlan,
+        slots: ArrayRef | None,
+        source: Target,
+        destination: Target,
+        stream: object,
+    ) -> None:
+        """Write rows of one cache to the same slots of another."""
+
+    def host_rows(self, target: Target, slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Copy rows to the host as they are: uint8 ``[n, row_bytes]``, after waiting.
+
+        The parts of a row are one behind the other, wherever a block keeps them. `slots` is an
+        int64 array in host memory; the cache has them all.
+        """
+
     def warmup(self, target: Target) -> None:
         """Make everything ready that a first insert would otherwise have to."""
 
@@ -50,7 +103,7 @@ class Backend(Protocol):
         """Say in a line how groups of layers of one layout are written."""
 
 
-class NumpyBackend:
+class NumpyBackend(NumpyFused):
     """Host arrays, by the reference."""
 
     def target(
@@ -77,6 +130,45 @@ class NumpyBackend:
     ) -> Any:
         """Read rows back into a new array of the framework of `like`."""
         return _arrays.in_framework_of(reference.read_slots(plan, slots, target), like)
+
+    def gather(
+        self,
+        plan: GatherPlan,
+        arrays: BlockTable,
+        target: Any,
+        out: ArrayRef | None,
+        like: ArrayRef,
+        stream: object,
+    ) -> Any:
+        """Read the rows that a block table names into `out`, or a new array as `like` is."""
+        return _arrays.in_framework_of(reference.gather(plan, arrays, target, out), like)
+
+    def gather_indexer(
+        self,
+        plan: IndexerGatherPlan,
+        arrays: BlockTable,
+        target: Any,
+        codes: ArrayRef,
+        scales: ArrayRef,
+        stream: object,
+    ) -> None:
+        """Copy the codes and scales of the indexer keys that a block table names."""
+        reference.gather_indexer(plan, arrays, target, codes, scales)
+
+    def convert(
+        self,
+        plan: ConvertPlan,
+        slots: ArrayRef | None,
+        source: Any,
+        destination: Any,
+        stream: object,
+    ) -> None:
+        """Write rows of one cache to the same slots of another."""
+        reference.convert(plan, slots, source, destination)
+
+    def host_rows(self, target: Any, slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Copy rows as they are: uint8 ``[n, row_bytes]``."""
+        return reference.host_rows(target, slots)
 
     def warmup(self, target: Any) -> None:
         """Nothing is compiled here."""

@@ -31,6 +31,8 @@ LAYOUT_NAMES: tuple[str, ...] = (
     "fp8_ds_mla",
 )
 _ALIASES = {"fp8": "fp8_e4m3"}
+#: Keys of the sparse indexer: one fp8 row a token, and its scale behind all rows of the block.
+INDEXER_LAYOUT = "indexer_fp8"
 
 _PLAIN: dict[str, DType] = {
     "bfloat16": dtypes.BFLOAT16,
@@ -47,6 +49,9 @@ _DS_MLA_RANK = 512
 _DS_MLA_ROPE = 64
 _DS_MLA_TILE = 128
 
+#: DeepSeek-V3.2's indexer keys as DeepGEMM reads them.
+_INDEXER_DIM = 128
+
 
 @dataclass(frozen=True)
 class LayoutField:
@@ -57,13 +62,16 @@ class LayoutField:
     name : str
         ``nope`` (the latent kv_c), ``scale`` (a tile's own scales) or ``rope`` (k_pe).
     offset : int
-        First byte in the row.
+        First byte in the row; in a layout of several planes, the parts of a row one behind the
+        other.
     dtype : numpy.dtype
         Type of one element.
     count : int
         Number of elements.
     note : str
         How an element is to be read.
+    plane : int
+        Number of the plane of a block that holds the part; 0 in layouts of whole rows.
     """
 
     name: str
@@ -71,6 +79,7 @@ class LayoutField:
     dtype: DType
     count: int
     note: str
+    plane: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +93,27 @@ class LayoutField:
 
 
 @dataclass(frozen=True)
+class Plane:
+    """A piece of every row of a block, all rows' pieces together.
+
+    Attributes
+    ----------
+    offset : int
+        First byte of the piece in the row, its parts taken one behind the other.
+    nbytes : int
+        Bytes of the piece; in a block of several planes also the step from a row's piece to the
+        next one's.
+    """
+
+    offset: int
+    nbytes: int
+
+    def start(self, block_size: int) -> int:
+        """First byte of the plane in a block of `block_size` rows."""
+        return self.offset * block_size
+
+
+@dataclass(frozen=True)
 class CacheLayout:
     """How one token's row lies in a paged MLA cache.
 
@@ -93,7 +123,7 @@ class CacheLayout:
     Attributes
     ----------
     name : str
-        One of `LAYOUT_NAMES`.
+        One of `LAYOUT_NAMES`, or ``indexer_fp8``.
     kv_lora_rank, rope_dim : int
         Elements of the latent part and of the rotary part (0 for models without RoPE).
     storage_dtype : numpy.dtype
@@ -124,6 +154,49 @@ class CacheLayout:
         return self.row_bytes // self.storage_dtype.itemsize
 
     @property
+    def planes(self) -> tuple[Plane, ...]:
+        """The planes of a block in byte order; a layout of whole rows has one.
+
+        The piece of row `r` in plane `p` begins at byte ``p.start(block_size) + r * p.nbytes`` of
+        its block. With one plane, that is the row, and a cache may keep its rows further apart.
+        """
+        pieces: dict[int, list[LayoutField]] = {}
+        for field in self.fields:
+            pieces.setdefault(field.plane, []).append(field)
+        return tuple(
+            Plane(part[0].offset, part[-1].end - part[0].offset) for part in pieces.values()
+        )
+
+    @property
+    def is_planar(self) -> bool:
+        """Whether a block keeps parts of its rows apart, so that its rows cannot be spread."""
+        return any(field.plane for field in self.fields)
+
+    def offset_in_block(self, name: str, row: int, block_size: int) -> int:
+        """Return where a part of a row begins in its block, rows being as close as they can.
+
+        Parameters
+        ----------
+        name : str
+            Name of a part that the layout has.
+        row, block_size : int
+            Row in the block, and rows a block.
+
+        Examples
+        --------
+        >>> get_layout("fp8_ds_mla").offset_in_block("scale", 3, 64)
+        2480
+        >>> get_layout("indexer_fp8").offset_in_block("scale", 3, 64)
+        8204
+        """
+        field = self.field(name)
+        if field is None:
+            known = " or ".join(part.name for part in self.fields)
+            reject_value("offset_in_block", "name", f"be {known} for {self.name}", repr(name))
+        plane = self.planes[field.plane]
+        return plane.start(block_size) + row * plane.nbytes + field.offset - plane.offset
+
+    @property
     def is_fp8(self) -> bool:
         """Whether the latent part is stored in fp8."""
         return self.storage_dtype == dtypes.UINT8
@@ -143,12 +216,14 @@ class CacheLayout:
         """Dtypes that a cache array of this layout may have."""
         if self.name in _FLAT_FP8:
             return (dtypes.UINT8, _FLAT_FP8[self.name])
+        if self.name == INDEXER_LAYOUT:
+            return (dtypes.UINT8, dtypes.FLOAT8_E4M3)
         return (self.storage_dtype,)
 
     @property
     def input_dtypes(self) -> tuple[DType, ...]:
         """Dtypes that kv_c and k_pe may have; 16- and 32-bit rows are copied bit for bit."""
-        if self.name in _FLAT_FP8:
+        if self.name in _FLAT_FP8 or self.name == INDEXER_LAYOUT:
             return dtypes.INPUT_DTYPES
         return (dtypes.BFLOAT16,) if self.tile else (self.storage_dtype,)
 
@@ -169,7 +244,10 @@ class CacheLayout:
         return block_size * self.row_bytes
 
     def row_dtype(self) -> DType:
-        """Structured NumPy dtype of a row, one field a part, for looking into raw bytes."""
+        """Structured NumPy dtype of a row, one field a part, for looking into raw bytes.
+
+        In a layout of several planes it fits a row whose parts were put one behind the other.
+        """
         return np.dtype(
             {
                 "names": [field.name for field in self.fields],
@@ -218,6 +296,7 @@ class CacheLayout:
                     "dtype": field.dtype.name,
                     "count": field.count,
                     "note": field.note,
+                    "plane": field.plane,
                 }
                 for field in self.fields
             ],
@@ -225,15 +304,25 @@ class CacheLayout:
 
     def _title(self) -> str:
         scales = f", {self.scale_format} scales" if self.scale_format else ""
+        place = ", row r in a block of B rows" if self.is_planar else ""
         return (
-            f"{self.name}: {self.row_bytes} bytes a row "
+            f"{self.name}: {self.row_bytes} bytes a row{place} "
             f"(kv_lora_rank {self.kv_lora_rank}, rope_dim {self.rope_dim}{scales})"
         )
+
+    def _place(self, field: LayoutField) -> str:
+        """Say where a part lies: in the row, or in a block of B rows of which this is row r."""
+        if not self.is_planar:
+            return f"[{field.offset}, {field.end})"
+        plane = self.planes[field.plane]
+        start = f"{plane.offset}*B + " if plane.offset else ""
+        shift = f" + {field.offset - plane.offset}" if field.offset > plane.offset else ""
+        return f"{start}{plane.nbytes}*r{shift}"
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         return [
             (
-                f"[{field.offset}, {field.end})",
+                self._place(field),
                 field.name,
                 f"{field.count} x {field.dtype.name}",
                 field.note,
@@ -283,7 +372,8 @@ class CacheLayout:
         """Return the C++ constants that are printed in front of a kernel's source.
 
         Flat layouts take their sizes at run time, so that one specialisation serves them all:
-        for those, all constants but the element size are 0 and the offsets -1.
+        for those, all constants but the element size are 0 and the offsets -1. In a layout of
+        several planes, the offset of a part times the rows of a block is where its plane begins.
         """
         fixed = self.tile > 0
 
@@ -305,13 +395,19 @@ class CacheLayout:
         return "\n".join(["namespace layout {", *lines, "}  // namespace layout", ""])
 
 
-def _packed(*parts: tuple[str, DType, int, str]) -> tuple[tuple[LayoutField, ...], int]:
-    """Put parts one behind the other; return the fields that hold anything, and the row size."""
-    fields = []
+def _packed(
+    *parts: tuple[str, DType, int, str], planar: bool = False
+) -> tuple[tuple[LayoutField, ...], int]:
+    """Put parts one behind the other; return the fields that hold anything, and the row size.
+
+    With `planar`, a block keeps each part of its rows in a plane of its own.
+    """
+    fields: list[LayoutField] = []
     offset = 0
     for name, dtype, count, note in parts:
         if count:
-            fields.append(LayoutField(name, offset, dtype, count, note))
+            plane = len(fields) if planar else 0
+            fields.append(LayoutField(name, offset, dtype, count, note, plane))
             offset = fields[-1].end
     return tuple(fields), offset
 
@@ -323,14 +419,14 @@ def check_scale_format(operation: str, scale_format: object) -> ScaleFormat:
     return scale_format
 
 
-def canonical_name(operation: str, name: object) -> str:
+def canonical_name(operation: str, name: object, argument: str = "kv_cache_dtype") -> str:
     """Return the layout's own name for `name` (``auto`` stays), or raise for what is none."""
     if not isinstance(name, str):
-        reject_type(operation, "kv_cache_dtype", "be a name or a CacheLayout", type(name).__name__)
+        reject_type(operation, argument, "be a name or a CacheLayout", type(name).__name__)
     name = _ALIASES.get(name, name)
-    if name != "auto" and name not in LAYOUT_NAMES:
-        known = ", ".join(("auto", "fp8", *LAYOUT_NAMES))
-        reject_value(operation, "kv_cache_dtype", f"be one of {known}", repr(name))
+    if name not in ("auto", *LAYOUT_NAMES, INDEXER_LAYOUT):
+        known = ", ".join(("auto", "fp8", *LAYOUT_NAMES, INDEXER_LAYOUT))
+        reject_value(operation, argument, f"be one of {known}", repr(name))
     return name
 
 
@@ -349,6 +445,8 @@ def build_layout(
         note = "multiplied by the layer's scale"
         fields, size = _packed(("nope", code, rank, note), ("rope", code, rope, note))
         return CacheLayout(name, rank, rope, dtypes.UINT8, fields, size)
+    if name == INDEXER_LAYOUT:
+        return _indexer(scale_format)
     if (rank, rope) != (_DS_MLA_RANK, _DS_MLA_ROPE):
         reject_value(
             operation,
@@ -362,6 +460,17 @@ def build_layout(
         ("rope", dtypes.BFLOAT16, rope, "as it is"),
     )
     return CacheLayout(name, rank, rope, dtypes.UINT8, fields, size, scale_format, _DS_MLA_TILE)
+
+
+def _indexer(scale_format: ScaleFormat) -> CacheLayout:
+    fields, size = _packed(
+        ("nope", dtypes.FLOAT8_E4M3, _INDEXER_DIM, "the key, multiplied by its scale"),
+        ("scale", dtypes.FLOAT32, 1, "one a row"),
+        planar=True,
+    )
+    return CacheLayout(
+        INDEXER_LAYOUT, _INDEXER_DIM, 0, dtypes.UINT8, fields, size, scale_format, _INDEXER_DIM
+    )
 
 
 def check_sizes(operation: str, kv_lora_rank: object, rope_dim: object) -> tuple[int, int]:
@@ -390,7 +499,9 @@ def get_layout(
     ----------
     kv_cache_dtype : str or CacheLayout
         ``auto`` (rows of `dtype`), ``bfloat16``, ``float16``, ``float32``, ``fp8`` (the same as
-        ``fp8_e4m3``), ``fp8_e5m2`` or ``fp8_ds_mla``. A layout is returned as it is.
+        ``fp8_e4m3``), ``fp8_e5m2`` or ``fp8_ds_mla``. A layout is returned as it is. Also
+        ``indexer_fp8``, the keys of the sparse indexer: 128 codes and one scale a row, all codes
+        of a block before all its scales; the sizes below are not its own.
     kv_lora_rank : int
         Elements of the latent part, at least 1. ``fp8_ds_mla`` has 512.
     rope_dim : int

@@ -59,6 +59,20 @@ __device__ __forceinline__ float sqrt_rn_f32(float a) {
   return result;
 }
 
+// As instructions, so that ptxas folds them into the operand of the next one; the C++ operator
+// would flush a subnormal.
+__device__ __forceinline__ float abs_f32(float a) {
+  float result;
+  asm("abs.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+}
+
+__device__ __forceinline__ float neg_f32(float a) {
+  float result;
+  asm("neg.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+}
+
 // The larger one; a NaN loses against a number. +0 is larger than -0.
 __device__ __forceinline__ float max_f32(float a, float b) {
   float result;
@@ -91,6 +105,9 @@ __device__ inline float div_rn_f32(float a, float b) { return a / b; }
 __device__ inline float rcp_rn_f32(float a) { return 1.0f / a; }
 __device__ inline float sqrt_rn_f32(float a) { return __builtin_sqrtf(a); }
 
+__device__ inline float abs_f32(float a) { return __builtin_fabsf(a); }
+__device__ inline float neg_f32(float a) { return -a; }
+
 __device__ inline float max_f32(float a, float b) {
   if (a != a) return b;
   if (b != b) return a;
@@ -109,9 +126,6 @@ __device__ __forceinline__ float float_of(u32 bits) { return __uint_as_float(bit
 
 constexpr u32 kSignBit = 0x80000000u;
 constexpr u32 kInfinityBits = 0x7F800000u;
-
-__device__ __forceinline__ float abs_f32(float x) { return float_of(bits_of(x) & ~kSignBit); }
-__device__ __forceinline__ float neg_f32(float x) { return float_of(bits_of(x) ^ kSignBit); }
 
 // Widening, exact.
 
@@ -181,7 +195,7 @@ __device__ __forceinline__ u16 cvt_rn_f16(float x) {
   const u32 magnitude = bits & ~kSignBit;
   if (magnitude > kInfinityBits) return 0x7FFFu;
   const u32 code = magnitude == kInfinityBits ? 0x7C00u : narrow_rn<10, 15>(magnitude);
-  return static_cast<u16>((bits & kSignBit) >> 16 | (code < 0x7C00u ? code : 0x7C00u));
+  return static_cast<u16>(((bits & kSignBit) >> 16) | (code < 0x7C00u ? code : 0x7C00u));
 #endif
 }
 
@@ -193,7 +207,7 @@ __device__ __forceinline__ u32 cvt_sat_fp8_soft(float x) {
   const u32 magnitude = bits & ~kSignBit;
   if (magnitude > kInfinityBits) return 0x7Fu;
   const u32 code = narrow_rn<kMantissa, kBias>(magnitude);
-  return bits >> 24 & 0x80u | (code < kMaxCode ? code : kMaxCode);
+  return (bits >> 24 & 0x80u) | (code < kMaxCode ? code : kMaxCode);
 }
 
 __device__ __forceinline__ u32 cvt_sat_e4m3_soft(float x) {

@@ -19,7 +19,7 @@ from tests import helpers  # noqa: E402  (after the rewrite of its assertions is
 settings.register_profile(
     "ci",
     deadline=None,
-    max_examples=60,
+    max_examples=150,
     print_blob=True,
     # Fixtures that are objects without state may be shared by the examples of a test.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

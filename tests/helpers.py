@@ -281,23 +281,25 @@ def rejected(
     operation: str,
     arguments: str | Sequence[str],
     *fragments: str,
+    layer: int | None = None,
     caches: Sequence[Cache] = (),
 ):
     """Assert that the block raises the project's form of error and writes nothing.
 
     The form is "operation: argument must ..., got ...". `arguments` are the names that may be
-    blamed, `fragments` are further texts of the message.
+    blamed, `fragments` are further texts of the message, `layer` is the layer it must name.
     """
     names = [arguments] if isinstance(arguments, str) else list(arguments)
     with unchanged(*caches):
         with pytest.raises(exception) as caught:
             yield
-        assert_message(str(caught.value), operation, names, *fragments)
+        message = str(caught.value)
+        assert_message(message, operation, names, *fragments)
+        if layer is not None:
+            assert re.search(rf"(layer |\[){layer}\b", message), message
 
 
-def assert_message(
-    message: str, operation: str, arguments: Sequence[str], *fragments: str
-) -> None:
+def assert_message(message: str, operation: str, arguments: Sequence[str], *fragments: str) -> None:
     """Assert "operation: argument must ..., got ..." and that the fragments are in the message."""
     head, must, tail = message.partition(" must ")
     assert must, message

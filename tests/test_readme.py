@@ -179,4 +179,7 @@ def test_support_table_names_every_public_operation() -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(TEXT.replace(between(TEXT, "layouts"), layout_tables()), encoding="utf-8")
+    head, _, rest = TEXT.partition("<!-- layouts:begin -->\n")
+    tail = rest.partition("<!-- layouts:end -->")[2]
+    new = f"{head}<!-- layouts:begin -->\n{layout_tables()}<!-- layouts:end -->{tail}"
+    README.write_text(new, encoding="utf-8")

@@ -8,19 +8,37 @@ scales are the one kind of data that is looked at.
 from __future__ import annotations
 
 from .caches import cache
-from .checks import array, host_stream, same_device
+from .checks import array, host_stream, integer, same_device
+from .context import context
+from .convert import convert
+from .gather import gather, gather_indexer
 from .grouped import grouped
+from .indexer import indexer_insert
 from .insert import insert_inputs, storable
+from .norm_rope import LayerArguments, StepArguments, norm_rope_layer, norm_rope_step
+from .query import QueryArguments, fused_q
 from .read import read_slots
 from .scales import call_scale, writer_scales
 
 __all__ = [
+    "LayerArguments",
+    "QueryArguments",
+    "StepArguments",
     "array",
     "cache",
     "call_scale",
+    "context",
+    "convert",
+    "fused_q",
+    "gather",
+    "gather_indexer",
     "grouped",
     "host_stream",
+    "indexer_insert",
     "insert_inputs",
+    "integer",
+    "norm_rope_layer",
+    "norm_rope_step",
     "read_slots",
     "same_device",
     "storable",

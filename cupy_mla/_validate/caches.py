@@ -28,6 +28,8 @@ def cache(
     scale_format: str,
     *,
     writable: bool = True,
+    planar: bool = False,
+    name_argument: str = "kv_cache_dtype",
 ) -> tuple[ArrayRef, CachePlan]:
     """Validate one cache array and find its layout.
 
@@ -43,6 +45,10 @@ def cache(
     scale_format : str
     writable : bool
         Whether the cache is a destination.
+    planar : bool
+        Whether a layout is taken that keeps the parts of its rows apart in a block.
+    name_argument : str
+        Name of `kv_cache_dtype`, for messages.
     """
     ref = array(operation, argument, obj)
     if ref.ndim not in (3, 4) or (ref.ndim == 4 and ref.shape[2] != 1):
@@ -52,7 +58,11 @@ def cache(
             "have shape [num_blocks, block_size, width] or [num_blocks, block_size, 1, width]",
             shape_text(ref.shape),
         )
-    layout = _layout_of(operation, argument, ref, kv_cache_dtype, sizes, scale_format)
+    layout = _layout_of(
+        operation, argument, ref, kv_cache_dtype, sizes, scale_format, name_argument
+    )
+    if not planar:
+        whole_rows(operation, layout, name_argument)
     blocks, rows, width = ref.shape[0], ref.shape[1], ref.shape[-1]
     if width != layout.width:
         reject_value(
@@ -66,6 +76,14 @@ def cache(
         reject_value(operation, argument, "have at least one row a block", shape_text(ref.shape))
     check_unit_stride(operation, argument, ref)
     check_aligned(operation, argument, ref)
+    if layout.is_planar and rows > 1 and ref.strides[1] != layout.row_bytes and ref.size:
+        reject_value(
+            operation,
+            argument,
+            f"have blocks without gaps (a stride of {layout.row_bytes} bytes along axis 1): "
+            f"{layout.name} keeps the parts of its rows apart in a block",
+            f"a stride of {ref.strides[1]} bytes",
+        )
     if writable:
         if not ref.writable:
             reject_value(operation, argument, "be writable", "a read-only array")
@@ -78,6 +96,17 @@ def cache(
                     f"a stride of {ref.strides[axis]} bytes along axis {axis}",
                 )
     return ref, CachePlan(layout, blocks, rows, ref.strides[0], ref.strides[1])
+
+
+def whole_rows(operation: str, layout: CacheLayout, name_argument: str = "kv_cache_dtype") -> None:
+    """Refuse a layout that keeps the parts of its rows apart, which this operation cannot write."""
+    if layout.is_planar:
+        reject_value(
+            operation,
+            name_argument,
+            "be a layout of kv_c and k_pe rows",
+            f"{layout.name}, the keys of an indexer",
+        )
 
 
 def _width_text(ref: ArrayRef, layout: CacheLayout) -> str:
@@ -95,6 +124,7 @@ def _layout_of(
     kv_cache_dtype: str | CacheLayout,
     sizes: tuple[int, int] | None,
     scale_format: str,
+    name_argument: str,
 ) -> CacheLayout:
     chosen_format = check_scale_format(operation, scale_format)
     if isinstance(kv_cache_dtype, CacheLayout):
@@ -103,13 +133,15 @@ def _layout_of(
         if sizes is not None and own != sizes:
             reject_value(
                 operation,
-                "kv_cache_dtype",
+                name_argument,
                 f"be a layout of kv_lora_rank {sizes[0]} and rope_dim {sizes[1]}",
                 f"one of {own[0]} and {own[1]}",
             )
         check_dtype(operation, argument, ref, layout.accepted_dtypes, f" for {layout.name}")
         return layout
-    return _named_layout(operation, argument, ref, kv_cache_dtype, sizes, chosen_format)
+    return _named_layout(
+        operation, argument, ref, kv_cache_dtype, sizes, chosen_format, name_argument
+    )
 
 
 def _named_layout(
@@ -119,15 +151,16 @@ def _named_layout(
     kv_cache_dtype: object,
     sizes: tuple[int, int] | None,
     scale_format: ScaleFormat,
+    name_argument: str,
 ) -> CacheLayout:
-    name = canonical_name(operation, kv_cache_dtype)
+    name = canonical_name(operation, kv_cache_dtype, name_argument)
     if name == "auto":
         name = ref.dtype.name
         if ref.dtype not in dtypes.INPUT_DTYPES:
             reject_type(
                 operation,
                 argument,
-                'be bfloat16, float16 or float32 for kv_cache_dtype "auto" (an fp8 cache needs '
+                f'be bfloat16, float16 or float32 for {name_argument} "auto" (an fp8 cache needs '
                 'its layout named: "fp8_e4m3", "fp8_e5m2" or "fp8_ds_mla")',
                 name,
             )

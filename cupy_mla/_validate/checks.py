@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_mla import dtypes
-from cupy_mla._arrays import ArrayRef, DeviceId, describe
+from cupy_mla._arrays import ArrayRef, DeviceId, describe, memory_view
 from cupy_mla.dtypes import DType
 from cupy_mla.errors import reject_type, reject_value
 
@@ -73,6 +73,49 @@ def check_aligned(operation: str, argument: str, ref: ArrayRef) -> None:
             argument,
             f"have addresses and strides that are multiples of its {size}-byte elements",
             f"address {ref.ptr:#x}, strides {ref.strides} bytes",
+        )
+
+
+def _byte_range(ref: ArrayRef) -> tuple[int, int]:
+    """Return the first byte of an array and the one behind its last."""
+    reach = [
+        step * (extent - 1) for step, extent in zip(ref.strides, ref.shape, strict=True) if extent
+    ]
+    low = ref.ptr + sum(step for step in reach if step < 0)
+    return low, ref.ptr + sum(step for step in reach if step > 0) + ref.dtype.itemsize
+
+
+#: Work that is spent on telling whether interleaved arrays share a byte, as NumPy counts it.
+_OVERLAP_WORK: Any = 10_000
+
+
+def check_disjoint(
+    operation: str, argument: str, ref: ArrayRef, other_argument: str, other: ArrayRef
+) -> None:
+    """Refuse two arrays that share memory, one of them being written.
+
+    Arrays whose byte ranges do not meet are told apart at once. Those that interleave, as layers
+    of one pool do, are solved for; where that takes too long they count as sharing.
+    """
+    if not ref.size or not other.size or ref.device != other.device:
+        return
+    (low, high), (other_low, other_high) = _byte_range(ref), _byte_range(other)
+    if high <= other_low or other_high <= low:
+        return
+    views = [
+        memory_view(part.owner, part.ptr, part.shape, part.strides, part.dtype)
+        for part in (ref, other)
+    ]
+    try:  # looks at no element, so device memory is as good
+        shared = np.shares_memory(views[0], views[1], max_work=_OVERLAP_WORK)
+    except np.exceptions.TooHardError:
+        shared = True
+    if shared:
+        reject_value(
+            operation,
+            argument,
+            f"not share memory with {other_argument}",
+            f"bytes [{low:#x}, {high:#x}) and [{other_low:#x}, {other_high:#x})",
         )
 
 

@@ -10,6 +10,7 @@ from cupy_mla._plan import CachePlan, GroupedPointers
 from cupy_mla.errors import reject_type, reject_value
 from cupy_mla.layouts import CacheLayout, build_layout, canonical_name, check_scale_format
 
+from .caches import whole_rows
 from .checks import array, check_dtype, integer, same_device, shape_text
 
 
@@ -89,11 +90,14 @@ def _grouped_layout(
 ) -> CacheLayout:
     chosen_format = check_scale_format(operation, scale_format)
     if isinstance(kv_cache_dtype, CacheLayout):
-        return kv_cache_dtype
-    name = canonical_name(operation, kv_cache_dtype)
-    if name == "auto":
-        name = array(operation, "kv_c", kv_c).dtype.name
-    return build_layout(operation, name, sizes[0], sizes[1], chosen_format)
+        layout = kv_cache_dtype
+    else:
+        name = canonical_name(operation, kv_cache_dtype)
+        if name == "auto":
+            name = array(operation, "kv_c", kv_c).dtype.name
+        layout = build_layout(operation, name, sizes[0], sizes[1], chosen_format)
+    whole_rows(operation, layout)
+    return layout
 
 
 def _grouped_scales(

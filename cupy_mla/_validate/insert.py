@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from cupy_mla import dtypes
 from cupy_mla._arrays import ArrayRef, DeviceId
@@ -53,7 +53,7 @@ def insert_inputs(
         Name of the caches' argument, for messages.
     """
     layers = 1 if num_layers is None else num_layers
-    slots, slot_dtype, tokens, slot_strides = _slots(
+    slots, slot_dtype, tokens, slot_strides = slots_of(
         operation, slot_mapping, num_layers, device, owner
     )
     rank = None if sizes is None else sizes[0]
@@ -127,7 +127,7 @@ def _check_rows(
     check_aligned(operation, argument, ref)
 
 
-def _slots(
+def slots_of(
     operation: str,
     slot_mapping: Any,
     num_layers: int | None,
@@ -191,7 +191,16 @@ def _slot_list(
     return tuple(refs), first.dtype, first.shape[0], (0, first.dtype.itemsize)
 
 
-def storable(plan: InsertPlan, layouts: Sequence[CacheLayout], argument: str) -> None:
+class _Storing(Protocol):
+    """A plan that stores rows."""
+
+    @property
+    def operation(self) -> str: ...
+    @property
+    def input_dtype(self) -> DType: ...
+
+
+def storable(plan: _Storing, layouts: Sequence[CacheLayout], argument: str) -> None:
     """Refuse rows of a dtype that a layer's layout does not take."""
     for layer, layout in enumerate(layouts):
         if plan.input_dtype not in layout.input_dtypes:

@@ -136,10 +136,18 @@ def _split_scales(operation: str, kv_scales: Any, num_layers: int, device: Devic
     return [ref.element(layer) for layer in range(num_layers)]
 
 
-def call_scale(operation: str, value: Any, layout: CacheLayout, device: DeviceId) -> Scale:
+def call_scale(
+    operation: str,
+    value: Any,
+    layout: CacheLayout,
+    device: DeviceId,
+    *,
+    argument: str = "scale",
+    owner: str = "kv_cache",
+) -> Scale:
     """Validate the scale of a single call; layouts without one ignore it."""
     if not layout.needs_scale:
         return None
     if value is None:
-        reject_value(operation, "scale", f"be the layer's scale for {layout.name}", None)
-    return layer_scale(operation, "scale", value, device, owner="kv_cache", live=False)
+        reject_value(operation, argument, f"be the layer's scale for {layout.name}", None)
+    return layer_scale(operation, argument, value, device, owner=owner, live=False)

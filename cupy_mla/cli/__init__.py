@@ -25,6 +25,8 @@ __all__ = ["main"]
 #: Modules of this package that are commands, in the order in which help lists them.
 COMMANDS = ("demo", "layouts", "info")
 
+_EXAMPLES = "examples:"
+
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -38,7 +40,16 @@ def _command(name: str) -> ModuleType:
 
 
 def _examples(lines: Sequence[str]) -> str:
-    return "\n".join(["examples:", *(f"  {line}" for line in lines)])
+    return "\n".join([_EXAMPLES, *(f"  {line}" for line in lines)])
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps descriptions to the terminal, and leaves the lines of the examples alone."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(_EXAMPLES):
+            return text
+        return super()._fill_text(text, width, indent)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
                 "cupy-mla info                 versions, backend and GPU of this machine",
             )
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"cupy-mla {__version__}")
@@ -71,18 +82,20 @@ def build_parser() -> argparse.ArgumentParser:
             help=module.SUMMARY,
             description=module.DESCRIPTION,
             epilog=_examples(module.EXAMPLES),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             allow_abbrev=False,
         )
         module.configure(command)
-        command.set_defaults(run=module.run, prog=command.prog)
+        command.set_defaults(run=module.run, prog=command.prog, parser=command)
     return parser
 
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     try:
-        args = parser.parse_args(argv)
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:  # reported with the usage of the command, not that of the program
+            getattr(args, "parser", parser).error(f"unknown arguments: {' '.join(unknown)}")
     except SystemExit as stop:  # argparse has printed why
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     if args.command is None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from cupy_mla.layouts import LAYOUT_NAMES, SCALE_FORMATS, get_layout
 
+JSON_HELP = "print one JSON document on stdout and nothing else"
+
 
 def integer(least: int) -> Callable[[str], int]:
     """Return an argument type for whole numbers from `least` on."""
@@ -39,9 +41,7 @@ def _unknown_layout(text: str) -> str:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``."""
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document and nothing else"
-    )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def add_scale_format(parser: argparse.ArgumentParser, default: str) -> None:

@@ -5,9 +5,10 @@ rich is imported inside the functions, so that ``cupy-mla --help`` and ``--json`
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -15,10 +16,24 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
+#: Blanks between two columns: the padding and the divider.
+_GAP = 2
+#: A column that wraps is at least this wide, if its text is.
+_LEAST_WRAPPED = 16
+
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table; a column that wraps is the one that gives way on a narrow terminal."""
+    """A column of a table.
+
+    Attributes
+    ----------
+    title : str
+        May have several lines, and a word divided between them by a hyphen.
+    justify : {"left", "right"}
+    wrap : bool
+        Whether the column gives way on a narrow terminal.
+    """
 
     title: str
     justify: Literal["left", "right"] = "left"
@@ -54,26 +69,56 @@ def print_table(out: Console, columns: Sequence[Column], rows: Sequence[Sequence
         One text a cell, exactly as long as `columns`.
     """
     from rich import box
-    from rich.measure import Measurement
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
-    for column in columns:
+    rule = box.SIMPLE
+    if out.options.ascii_only:  # rich would draw dividers too
+        rule = box.Box(str(rule).replace("\N{BOX DRAWINGS LIGHT HORIZONTAL}", "-"), ascii=True)
+    table = Table(box=rule, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    needed = _GAP * (len(columns) - 1)
+    for number, column in enumerate(columns):
+        lines = [*column.title.split("\n"), *(row[number] for row in rows)]
+        width = max(cell_len(line) for line in lines)
+        if column.wrap:
+            width = min(width, _LEAST_WRAPPED)
+        needed += width
         table.add_column(
-            column.title, justify=column.justify, no_wrap=not column.wrap, overflow="fold"
+            Text(column.title),
+            justify=column.justify,
+            vertical="top",
+            min_width=width,
+            no_wrap=not column.wrap,
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    if Measurement.get(out, out.options, table).minimum <= out.width:
+    if needed <= out.width:
         out.print(table)
         return
-    width = max(len(column.title) for column in columns)
+    titles = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
     for number, row in enumerate(rows):
         if number:
             out.print()
-        for column, cell in zip(columns, row, strict=True):
-            out.print(f"{column.title:<{width}}  {cell}", soft_wrap=False)
+        _print_pairs(out, dict(zip(titles, row, strict=True)))
+
+
+def print_facts(out: Console, title: str, facts: Mapping[str, str]) -> None:
+    """Print a title and, indented below it, names and values; long values wrap."""
+    out.print(title, style="bold")
+    _print_pairs(out, {f"  {name}": value for name, value in facts.items()})
+
+
+def _print_pairs(out: Console, pairs: Mapping[str, str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in pairs.items():
+        grid.add_row(Text(name), Text(value))
+    out.print(grid)
 
 
 @contextmanager
@@ -90,7 +135,7 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
     Yields
     ------
     callable
-        ``step(name)`` finishes one step and shows the name of the next one.
+        ``begin(name)``, to be called as each step begins.
     """
     if not sys.stderr.isatty():
         yield lambda name: None
@@ -104,6 +149,9 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
         console=console(sys.stderr),
         transient=True,
     )
+    done = itertools.count()
     with bar:
         task = bar.add_task(description, total=total)
-        yield lambda name: bar.update(task, advance=1, description=f"{description} {name}")
+        yield lambda name: bar.update(
+            task, completed=next(done), description=f"{description} {name}", refresh=True
+        )

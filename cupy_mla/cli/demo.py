@@ -14,21 +14,21 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from cupy_mla.cli._device import DEVICES, Device, select
 
 from cupy_mla import GroupedCacheWriter, concat_and_cache_mla, read_slots
 from cupy_mla.cli import _arguments, _console
 from cupy_mla.cli._console import Column
+from cupy_mla.cli._device import DEVICES, Device, select
 from cupy_mla.cli._rows import Array, decode_rows, encode_rows
 from cupy_mla.cli._step import Step, make_step
 from cupy_mla.layouts import LAYOUT_NAMES, SCALE_FORMATS, CacheLayout, get_layout
 
-SUMMARY = "fill a draft model's caches in every format and verify each byte"
+SUMMARY = "fill caches in every format and verify each byte"
 DESCRIPTION = (
-    "Store one step of a five-layer draft model (kv_lora_rank 512, rope_dim 64) in paged caches\n"
-    "of every format: all layers in one grouped insert, and layer by layer. Both must equal, in\n"
-    "every byte of the caches, rows that are worked out a second time with ml_dtypes. Runs on\n"
-    "the GPU where there is one, else on NumPy. Exit status 1 when any byte differs."
+    "Store one step of a draft model with five layers (kv_lora_rank 512, rope_dim 64) in paged "
+    "caches of every format: all layers by one grouped insert, and again layer by layer. Both must "
+    "equal, in every byte of the caches, rows that are worked out a second time by ml_dtypes. Runs "
+    "on the GPU where there is one, else on NumPy. Exit status 1 when any byte differs."
 )
 EXAMPLES = (
     "cupy-mla demo",
@@ -95,20 +95,16 @@ def run(args: argparse.Namespace) -> int:
     device = select(args.device)
     layouts = _chosen(args)
     checks = []
-    with _console.progress("checking", len(layouts)) as step:
+    with _console.progress("checking", len(layouts)) as begin:
         for layout in layouts:
-            step(_label(layout))
+            begin(_label(layout))
             checks.append(check_format(layout, args, device))
-    failed = any(check.differences for check in checks)
     if args.json:
         _console.print_json(_document(args, device, checks))
+        sys.stderr.writelines(f"{args.prog}: {line}\n" for line in _failures(checks))
     else:
-        _print(args, device, checks)
-    if failed:
-        for check in checks:
-            if check.first is not None:
-                sys.stderr.write(f"{args.prog}: {check.label}: {check.first.describe()}\n")
-    return 1 if failed else 0
+        _print(device, checks)
+    return 1 if any(check.differences for check in checks) else 0
 
 
 def _chosen(args: argparse.Namespace) -> list[CacheLayout]:
@@ -136,11 +132,24 @@ def _label(layout: CacheLayout) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """The first byte that differs."""
+    """The first byte that differs, or the first element that is read back wrong.
+
+    Attributes
+    ----------
+    layer : int
+    block, row : int or None
+        None where a padding slot reads back as anything but zeros.
+    byte : int
+        Byte in the row.
+    part : str
+        Name of the row's part, and number of the element in it.
+    found : dict
+        What each source has there, in hexadecimal for bytes.
+    """
 
     layer: int
-    block: int
-    row: int
+    block: int | None
+    row: int | None
     byte: int
     part: str
     found: dict[str, str]
@@ -148,9 +157,10 @@ class Place:
     def describe(self) -> str:
         """Return the place and what was found there."""
         found = ", ".join(f"{source} {value}" for source, value in self.found.items())
+        where = "a padding slot" if self.block is None else f"block {self.block}, row {self.row}"
         return (
-            f"first difference in layer {self.layer}, block {self.block}, row {self.row}, "
-            f"byte {self.byte} ({self.part}): {found}"
+            f"first difference in layer {self.layer}, {where}, byte {self.byte} ({self.part}): "
+            f"{found}"
         )
 
 
@@ -216,11 +226,15 @@ def check_format(layout: CacheLayout, args: argparse.Namespace, device: Device) 
         rope_dim=layout.rope_dim,
         scale_format=layout.scale_format or "float32",
     )
-    seconds_grouped = _time(lambda: insert_grouped(writer, kv_c, k_pe, slots), device)
-    seconds_per_layer = _time(
-        lambda: insert_per_layer(layout, single, kv_c, k_pe, slots, step.scales), device
-    )
 
+    def all_at_once() -> None:
+        insert_grouped(writer, kv_c, k_pe, slots)
+
+    def one_by_one() -> None:
+        insert_per_layer(layout, single, kv_c, k_pe, slots, step.scales)
+
+    all_at_once()
+    one_by_one()
     differences, first = 0, None
     for layer in range(args.layers):
         count, place = _compare_layer(layout, step, layer, grouped[layer], single[layer], device)
@@ -237,8 +251,8 @@ def check_format(layout: CacheLayout, args: argparse.Namespace, device: Device) 
         bytes_checked=rows * layout.row_bytes,
         differences=differences,
         first=first,
-        seconds_grouped=seconds_grouped,
-        seconds_per_layer=seconds_per_layer,
+        seconds_grouped=_time(all_at_once, device),
+        seconds_per_layer=_time(one_by_one, device),
     )
 
 
@@ -248,14 +262,13 @@ def _new_cache(layout: CacheLayout, num_blocks: int, block_size: int, device: De
     return cache
 
 
-def _time(work: Callable[[], None], device: Device) -> float:
-    """Return the seconds that one call takes, from call to done; the calls repeat one insert."""
-    work()  # compiles, allocates, looks things up
-    device.synchronize()
+def _time(insert: Callable[[], None], device: Device) -> float:
+    """Return the seconds that an insert takes, from call to done; it was called before."""
     seconds = []
     for _ in range(device.repeats):
+        device.synchronize()
         start = perf_counter()
-        work()
+        insert()
         device.synchronize()
         seconds.append(perf_counter() - start)
     return median(seconds)
@@ -318,21 +331,17 @@ def _compare_read(
     if same.all():
         return 0, None
     token, element = (int(index) for index in np.argwhere(~same)[0])
-    block, row = divmod(int(slots[token]), stored.shape[1])
-    name, index = (
-        ("nope", element)
-        if element < layout.kv_lora_rank
-        else ("rope", element - layout.kv_lora_rank)
-    )
+    slot = int(slots[token])
+    block, row = divmod(slot, stored.shape[1]) if slot >= 0 else (None, None)
+    in_nope = element < layout.kv_lora_rank
+    name, index = ("nope", element) if in_nope else ("rope", element - layout.kv_lora_rank)
     field = next(field for field in layout.fields if field.name == name)
+    byte = field.offset + index * field.dtype.itemsize
     values = {
         "read_slots": repr(float(read[token, element])),
         "ml_dtypes": repr(float(expected[token, element])),
     }
-    place = Place(
-        layer, block, row, field.offset + index * field.dtype.itemsize, f"{name} {index}", values
-    )
-    return int((~same).sum()), place
+    return int((~same).sum()), Place(layer, block, row, byte, f"{name} {index}", values)
 
 
 # ---------------------------------------------------------------- the report
@@ -381,26 +390,34 @@ def _check_document(check: Check) -> dict[str, Any]:
     }
 
 
+def _failures(checks: Sequence[Check]) -> list[str]:
+    return [
+        f"{check.label}: {check.first.describe()}" for check in checks if check.first is not None
+    ]
+
+
 _COLUMNS = (
     Column("Format"),
     Column("Layers", "right"),
     Column("Tokens", "right"),
-    Column("B/token", "right"),
-    Column("Rows", "right"),
-    Column("Differ", "right"),
+    Column("Bytes\na token", "right"),
+    Column("Rows\nchecked", "right"),
+    Column("Differ-\nences", "right"),
     Column("Grouped", "right"),
     Column("By layer", "right"),
 )
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+    """Return a time with three digits."""
+    unit, factor = ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    value = seconds * factor
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
-def _print(args: argparse.Namespace, device: Device, checks: Sequence[Check]) -> None:
+def _print(device: Device, checks: Sequence[Check]) -> None:
     out = _console.console()
-    out.print(f"{device.backend} on {device.name}", style="bold", soft_wrap=True)
-    out.print(f"({device.reason})")
+    out.print(f"{device.backend} on {device.name} ({device.reason})")
     out.print()
     rows = [
         [
@@ -417,3 +434,16 @@ def _print(args: argparse.Namespace, device: Device, checks: Sequence[Check]) ->
     ]
     _console.print_table(out, _COLUMNS, rows)
     out.print()
+    differences = sum(check.differences for check in checks)
+    total = sum(check.bytes_checked for check in checks)
+    if differences:
+        noun = "difference" if differences == 1 else "differences"
+        out.print(f"{differences:,} {noun} in {total:,} bytes.", style="bold red")
+        for line in _failures(checks):
+            out.print(line)
+    else:
+        out.print(
+            f"No difference in {total:,} bytes: grouped insert, insert by layer and rows worked "
+            "out by ml_dtypes agree.",
+            style="bold green",
+        )

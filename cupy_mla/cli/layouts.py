@@ -12,7 +12,7 @@ from cupy_mla.layouts import LAYOUT_NAMES, CacheLayout, get_layout
 
 SUMMARY = "byte maps of the cache formats"
 DESCRIPTION = (
-    "Show where every byte of a cached row lies: one table a layout, and the memory that a\n"
+    "Show where every byte of a cached row lies: one table a layout, and the memory that a "
     "model's cache takes when --layers or --tokens is given."
 )
 EXAMPLES = (
@@ -70,9 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="show the bytes of T tokens in all layers",
     )
     output = parser.add_mutually_exclusive_group()
-    output.add_argument(
-        "--json", action="store_true", help="print one JSON document and nothing else"
-    )
+    output.add_argument("--json", action="store_true", help=_arguments.JSON_HELP)
     output.add_argument("--markdown", action="store_true", help="print Markdown tables")
 
 
@@ -107,7 +105,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[CacheLayout], dict[str, str]
         except ValueError as error:
             if args.names:
                 raise
-            skipped[name] = str(error)
+            skipped[name] = str(error).removeprefix("get_layout: ")
         else:
             layouts.append(layout)
     return layouts, skipped
@@ -193,9 +191,9 @@ def _print(args: argparse.Namespace, layouts: list[CacheLayout], skipped: dict[s
         out.print()
         out.print("Memory, without padding between blocks", style="bold")
         _console.print_table(out, *_memory_table(args, layouts))
-    for reason in skipped.values():
+    for name, reason in skipped.items():
         out.print()
-        out.print(f"Left out: {reason}")
+        out.print(f"Left out {name}: {reason}")
 
 
 def _markdown_table(columns: list[Column], rows: list[list[str]]) -> list[str]:
@@ -214,5 +212,5 @@ def _markdown(args: argparse.Namespace, layouts: list[CacheLayout], skipped: dic
     if args.layers is not None or args.tokens is not None:
         table = _markdown_table(*_memory_table(args, layouts))
         parts.append("\n".join(["**Memory, without padding between blocks**", "", *table]))
-    parts += [f"Left out: {reason}" for reason in skipped.values()]
+    parts += [f"Left out {name}: {reason}" for name, reason in skipped.items()]
     return "\n\n".join(parts) + "\n"

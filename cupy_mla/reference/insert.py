@@ -166,10 +166,10 @@ def _insert_layer(
         block, row = np.divmod(slots[chosen], cache_plan.block_size)
         cache[block, row] = rows.encode(cache_plan.layout, part_c, part_pe, scale)
         if target.collect_stats:
-            _collect(cache_plan, layer, chosen, slots, part_c, part_pe, scale, target)
+            collect(cache_plan, layer, chosen, slots, part_c, part_pe, scale, target)
 
 
-def _collect(
+def collect(
     cache_plan: CachePlan,
     layer: int,
     tokens: Array,
@@ -179,6 +179,7 @@ def _collect(
     scale: np.float32 | None,
     target: HostTarget,
 ) -> None:
+    """Count NaN, Inf and saturation among the stored rows of `tokens`."""
     nonfinite = rows.count_nonfinite(kv_c, k_pe)
     target.count(
         layer,

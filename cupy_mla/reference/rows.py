@@ -59,9 +59,14 @@ def _known(scale: np.float32 | None) -> np.float32:
 
 
 def decode(
-    layout: CacheLayout, rows: fp8.Codes, scale: np.float32 | None, out_dtype: DType
+    layout: CacheLayout,
+    rows: fp8.Codes,
+    scale: np.float32 | None,
+    out_dtype: DType,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Array:
-    """Decode rows.
+    """Decode rows, or some elements of them.
 
     Parameters
     ----------
@@ -71,21 +76,27 @@ def decode(
         The layer's scale, for flat fp8.
     out_dtype : numpy.dtype
         bfloat16, float16 or float32.
+    start, stop : int
+        The elements wanted, of the R + P of a row; all by default.
 
     Returns
     -------
-    array [n, R + P]
+    array [n, stop - start]
         ``RNE(float32(code) * scale)`` for fp8 parts; 16- and 32-bit parts are bit copies where
         `out_dtype` is their own, else converted by one rounding.
     """
-    rank = layout.kv_lora_rank
-    out = np.empty((rows.shape[0], rank + layout.rope_dim), out_dtype)
+    stop = layout.kv_lora_rank + layout.rope_dim if stop is None else stop
+    out = np.empty((rows.shape[0], stop - start), out_dtype)
     structured = np.ascontiguousarray(rows).view(layout.row_dtype())[:, 0]
-    for name, part in (("nope", out[:, :rank]), ("rope", out[:, rank:])):
+    for name, first in (("nope", 0), ("rope", layout.kv_lora_rank)):
         field = layout.field(name)
         if field is None:
             continue
-        stored = structured[name]
+        begin, end = max(start, first), min(stop, first + field.count)
+        if begin >= end:
+            continue
+        part = out[:, begin - start : end - start]
+        stored = structured[name][:, begin - first : end - first]
         if field.dtype == out_dtype:
             part.view(np.uint8)[:] = np.ascontiguousarray(stored).view(np.uint8)
             continue
@@ -93,7 +104,7 @@ def decode(
         if field.dtype.itemsize == 1:
             factor: Any = scale
             if layout.field("scale") is not None:
-                factor = np.repeat(structured["scale"], layout.tile, axis=1)
+                factor = np.repeat(structured["scale"], layout.tile, axis=1)[:, begin:end]
             with np.errstate(all="ignore"):
                 values = np.multiply(values, factor, dtype=np.float32)
         with np.errstate(all="ignore"):

@@ -301,9 +301,7 @@ def test_cache_whose_last_axis_is_strided_is_refused(backend):
     kv_c = backend.array(np.ones((3, 512), oracle.BFLOAT16))
     k_pe = backend.array(np.ones((3, 64), oracle.BFLOAT16))
     slots = backend.array(np.array([0, 1, 2]))
-    with helpers.rejected(
-        ValueError, "concat_and_cache_mla", "kv_cache", "stride", caches=[cache]
-    ):
+    with helpers.rejected(ValueError, "concat_and_cache_mla", "kv_cache", "stride", caches=[cache]):
         concat_and_cache_mla(kv_c, k_pe, every_other, slots)
     with helpers.rejected(
         ValueError, "GroupedCacheWriter", ["kv_caches", "kv_cache"], "stride", caches=[cache]
@@ -336,9 +334,7 @@ def test_other_widths_are_exact_and_read_back(backend, insert_path, rng, fmt, ra
     for layer, cache in enumerate(caches):
         scale = None if scales is None else scales[layer]
         rows = read_slots(cache.array, backend.array(slots[layer]), fmt, scale)
-        expected = oracle.read(
-            cache.bytes(), cache.geometry, slots[layer], rank + rope, fmt, scale
-        )
+        expected = oracle.read(cache.bytes(), cache.geometry, slots[layer], rank + rope, fmt, scale)
         helpers.assert_values_equal(backend.to_numpy(rows), expected)
 
 

@@ -39,9 +39,7 @@ def test_the_scale_format_decides_scale_and_code(backend, insert_path, scale_for
     assert codes_hex(row, 2) == f"{code} 00"
 
 
-@pytest.mark.parametrize(
-    ("scale_format", "bits"), [("float32", "00800000"), ("ue8m0", "39000000")]
-)
+@pytest.mark.parametrize(("scale_format", "bits"), [("float32", "00800000"), ("ue8m0", "39000000")])
 def test_a_tile_of_zeros_has_the_smallest_scale(backend, insert_path, scale_format, bits):
     row = store(backend, insert_path, row_of([]), scale_format=scale_format)
     assert [scale_bits(row, tile) for tile in range(4)] == [bits] * 4
@@ -52,12 +50,8 @@ def test_zeros_read_back_as_zeros(backend, insert_path):
     for scale_format in ("float32", "ue8m0"):
         cache = make_cache(backend, "fp8_ds_mla")
         kv_c, k_pe = row_of([-0.0, 0.0]), row_of([], 64)
-        check_insert(
-            insert_path, [cache], kv_c, k_pe, np.array([6]), scale_format=scale_format
-        )
-        row = backend.to_numpy(
-            read_slots(cache.array, backend.array(np.array([6])), "fp8_ds_mla")
-        )
+        check_insert(insert_path, [cache], kv_c, k_pe, np.array([6]), scale_format=scale_format)
+        row = backend.to_numpy(read_slots(cache.array, backend.array(np.array([6])), "fp8_ds_mla"))
         assert row.shape == (1, 576)
         assert np.all(row == 0)
         assert np.signbit(row[0, 0])
@@ -96,9 +90,7 @@ def test_infinity_makes_the_scale_infinite(backend, insert_path, scale_format):
 
 def test_statistics_report_the_token_with_infinity(backend):
     caches = [make_cache(backend, "fp8_ds_mla") for _ in range(2)]
-    writer = GroupedCacheWriter(
-        [cache.array for cache in caches], "fp8_ds_mla", collect_stats=True
-    )
+    writer = GroupedCacheWriter([cache.array for cache in caches], "fp8_ds_mla", collect_stats=True)
     kv_c = np.zeros((2, 3, 512), oracle.BFLOAT16)
     kv_c[1, 2, 130] = INF
     writer.insert(
@@ -126,9 +118,7 @@ def test_every_amax_of_a_binade_and_its_neighbours(backend, insert_path):
     for scale_format in ("float32", "ue8m0"):
         cache = make_cache(backend, "fp8_ds_mla", num_blocks=len(amax) // 4)
         slots = np.arange(len(amax))
-        check_insert(
-            insert_path, [cache], kv_c, k_pe, slots, scale_format=scale_format
-        )
+        check_insert(insert_path, [cache], kv_c, k_pe, slots, scale_format=scale_format)
         scales = np.stack([cache.row(slot)[512:528].view("<f4") for slot in slots])
         with np.errstate(all="ignore"):
             ratio = amax.astype(np.float32).astype(np.float64) / 448
@@ -186,9 +176,7 @@ def test_random_bits_of_every_kind(backend, insert_path, rng):
     for scale_format in ("float32", "ue8m0"):
         caches = [make_cache(backend, "fp8_ds_mla") for _ in range(2)]
         slots = np.arange(12)
-        check_insert(
-            insert_path, caches, kv_c, k_pe, slots, scale_format=scale_format
-        )
+        check_insert(insert_path, caches, kv_c, k_pe, slots, scale_format=scale_format)
 
 
 def test_a_layout_object_brings_its_scale_format(backend, insert_path):

@@ -196,3 +196,38 @@ def test_strided_slots_are_followed_or_refused(backend, insert_path, rng, dtype)
         slots_array=slots,
         may_refuse="slot_mapping",
     )
+
+
+@pytest.mark.parametrize("fmt", helpers.FLAT_FORMATS)
+@pytest.mark.parametrize("duplicates", [False, True])
+def test_batches_of_thousands_of_tokens(backend, insert_path, rng, fmt, duplicates):
+    if duplicates and not backend.last_duplicate_wins:
+        pytest.skip("which of several tokens wins a slot is unspecified here")
+    dtype = INPUT_DTYPES[fmt]
+    tokens = 4099
+    kv_c = random_rows(rng, (1, tokens, 14), dtype)
+    k_pe = random_rows(rng, (1, tokens, 6), dtype)
+    cache = make_cache(backend, fmt, 70, 60, rank=14, rope=6, block_pad=8)
+    slots = rng.permutation(4200)[:tokens]
+    if duplicates:
+        slots = rng.integers(-5, 300, tokens)
+    assert check_insert(insert_path, [cache], kv_c, k_pe, slots)
+
+
+def test_batches_of_thousands_of_tiled_rows(backend, insert_path, rng):
+    kv_c, k_pe = make_rows(rng, "fp8_ds_mla", 1, 2051)
+    cache = make_cache(backend, "fp8_ds_mla", 33, 64)
+    slots = rng.permutation(33 * 64)[:2051]
+    assert check_insert(insert_path, [cache], kv_c, k_pe, slots)
+
+
+def test_the_first_bad_row_of_thousands_is_named(backend):
+    cache = make_cache(backend, "bfloat16", 70, 60, rank=14, rope=6)
+    writer = GroupedCacheWriter([cache.array], kv_lora_rank=14, rope_dim=6, collect_stats=True)
+    kv_c, k_pe = np.ones((1, 4099, 14), oracle.BFLOAT16), np.ones((1, 4099, 6), oracle.BFLOAT16)
+    k_pe[0, 3001, 5] = np.inf
+    writer.insert(backend.array(kv_c), backend.array(k_pe), backend.array(np.arange(4099) + 1))
+    assert writer.stats()["rows_written"].tolist() == [4099]
+    assert writer.stats()["nonfinite_elements"].tolist() == [1]
+    with pytest.raises(ValueError, match=r"layer 0\b.*token 3001\b.*slot 3002\b"):
+        writer.check()

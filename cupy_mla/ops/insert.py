@@ -1,14 +1,14 @@
-"""Operations on single caches, named and shaped as vLLM's, on arrays of any framework."""
+"""Storing rows in single caches, by functions named and shaped as vLLM's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import _validate, backends
-from ._arrays import CPU, ArrayRef
-from .layouts import CacheLayout
+from cupy_mla import _validate, backends
+from cupy_mla._arrays import CPU, ArrayRef
+from cupy_mla.layouts import CacheLayout
 
-__all__ = ["concat_and_cache_mla", "concat_and_cache_mla_grouped", "read_slots"]
+__all__ = ["concat_and_cache_mla", "concat_and_cache_mla_grouped"]
 
 
 def concat_and_cache_mla(
@@ -187,50 +187,3 @@ def concat_and_cache_mla_grouped(
     )
     _validate.storable(plan, [pointers.cache.layout], "kv_c")
     backends.cuda(device).insert_grouped(plan, inputs, pointers, stream)
-
-
-def read_slots(
-    kv_cache: Any,
-    slots: Any,
-    kv_cache_dtype: str | CacheLayout = "auto",
-    scale: Any = None,
-    *,
-    out_dtype: Any = "float32",
-) -> Any:
-    """Read rows back from a cache, dequantised.
-
-    Parameters
-    ----------
-    kv_cache : array [num_blocks, block_size, width]
-        Source, also ``[num_blocks, block_size, 1, width]``; may be read-only.
-    slots : int32 or int64 array [n]
-        Rows to read.
-    kv_cache_dtype : str or CacheLayout
-        See `get_layout`. A name of a flat layout takes the width as it is.
-    scale : float or array of one float32
-        The layer's scale, needed for flat fp8.
-    out_dtype : str or dtype
-        bfloat16, float16 or float32.
-
-    Returns
-    -------
-    array [n, R + P]
-        A new array of the framework that owns `kv_cache`; zeros for slots below 0 or beyond the
-        cache. Codes become ``float32(code) * scale``, rounded once to `out_dtype`.
-
-    Raises
-    ------
-    ValueError
-        For a shape, stride, scale or device that does not fit.
-    TypeError
-        For a dtype or a kind of argument that does not fit.
-    """
-    operation = "read_slots"
-    cache, cache_plan = _validate.cache(
-        operation, "kv_cache", kv_cache, kv_cache_dtype, None, "float32", writable=False
-    )
-    plan, wanted = _validate.read_slots(operation, cache, cache_plan, slots, out_dtype)
-    layer_scale = _validate.call_scale(operation, scale, cache_plan.layout, plan.device)
-    backend = backends.for_device(plan.device)
-    target = backend.call_target(cache, cache_plan, layer_scale)
-    return backend.read_slots(plan, wanted, target, cache, None)

@@ -1,0 +1,203 @@
+"""The device seam on CuPy: NVRTC through RawModule, launches through the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from cupy_mla.errors import BackendUnavailable, CompileError
+
+from .device import Memory
+
+Array = np.ndarray[Any, Any]
+
+#: One tuple for all sources: CuPy pays 25-40 ms for each new one.
+OPTIONS = ("--std=c++17",)
+
+_INSTALL = 'pip install "cupy-mla[cuda12x]" (CUDA 12) or pip install "cupy-mla[cuda13x]" (CUDA 13)'
+
+#: Distributions that all install the module cupy, and overwrite each other.
+_WHEELS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
+
+
+def installed_wheels() -> tuple[str, ...]:
+    """Return the distributions that installed CuPy here; more than one break each other."""
+    names = {(entry.metadata["Name"] or "").lower() for entry in metadata.distributions()}
+    return tuple(name for name in _WHEELS if name in names)
+
+
+@functools.cache
+def _cupy() -> Any:
+    """Import CuPy for CUDA, or say what is missing and how to install it."""
+    wheels = installed_wheels()
+    try:
+        import cupy
+    except ImportError as error:
+        if len(wheels) > 1:
+            hint = (
+                f"{' and '.join(wheels)} are installed side by side and break each other: "
+                f"pip uninstall {' '.join(wheels)}, then install one of them"
+            )
+        else:
+            hint = (
+                f"CuPy is needed for arrays on a GPU and cannot be imported ({error}): {_INSTALL}"
+            )
+        raise BackendUnavailable(hint) from error
+    if cupy.cuda.runtime.is_hip:
+        raise BackendUnavailable(
+            "this CuPy is built for HIP (ROCm); cupy_mla's kernels are CUDA: " + _INSTALL
+        )
+    return cupy
+
+
+@functools.cache
+def device(ordinal: int) -> CupyDevice:
+    """Return a device by its number.
+
+    Raises
+    ------
+    BackendUnavailable
+        Where CuPy, a driver or the device is missing.
+    """
+    cupy = _cupy()
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendUnavailable(
+            f"no usable NVIDIA driver or GPU ({error}); the driver must be at least as new as "
+            "the CUDA version of the CuPy wheel"
+        ) from error
+    if not 0 <= ordinal < count:
+        raise BackendUnavailable(f"there is no CUDA device {ordinal}: {count} found")
+    return CupyDevice(cupy, ordinal)
+
+
+class _Arguments:
+    """A buffer for one structure, and the array of pointers that the driver wants."""
+
+    __slots__ = ("address", "buffer", "pointers")
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = ctypes.create_string_buffer(nbytes)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.address = ctypes.addressof(self.pointers)
+
+
+class CupyDevice:
+    """A CUDA device, driven by CuPy.
+
+    Parameters
+    ----------
+    cupy : module
+    ordinal : int
+    """
+
+    def __init__(self, cupy: Any, ordinal: int) -> None:
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._launch_kernel = cupy.cuda.driver.launchKernel
+        self.ordinal = ordinal
+        self.functions: dict[Any, Any] = {}
+        self._modules: list[Any] = []
+        self._seen = threading.local()
+        properties = self._runtime.getDeviceProperties(ordinal)
+        self.name = properties["name"].decode()
+        self.arch = f"sm_{properties['major']}{properties['minor']}"
+        self.sm_count = int(properties["multiProcessorCount"])
+        self.l2_bytes = int(properties["l2CacheSize"])
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make the device current for a block of code, and the former one again behind it."""
+        if self._runtime.getDevice() == self.ordinal and hasattr(self._seen, "context"):
+            return nullcontext()
+        return self._entered()
+
+    def _entered(self) -> AbstractContextManager[Any]:
+        scope: AbstractContextManager[Any] = self._cupy.cuda.Device(self.ordinal)
+        if not hasattr(self._seen, "context"):
+            with self._cupy.cuda.Device(self.ordinal):
+                self._runtime.free(0)  # a thread has no context before its first runtime call
+            self._seen.context = True
+        return scope
+
+    def compile(self, source: str, entry: str) -> int:
+        """Compile and load a source by NVRTC; return the driver's function handle."""
+        with self.current():
+            module = self._cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
+            try:
+                module.compile()
+            except self._cupy.cuda.compiler.CompileException as error:
+                raise CompileError(str(error)) from error
+            function = module.get_function(entry)
+        self._modules.append((module, function))
+        return int(function.kernel.ptr)
+
+    def launch(
+        self, function: Any, grid: int, block: tuple[int, int], arguments: Array, stream: int
+    ) -> None:
+        """Launch a function with one structure as its argument."""
+        packed = _Arguments(arguments.nbytes)
+        ctypes.memmove(packed.buffer, arguments.ctypes.data, arguments.nbytes)
+        with self.current():
+            self._launch_kernel(
+                function, grid, 1, 1, block[0], block[1], 1, 0, stream, packed.address, 0
+            )
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Allocate memory from the driver, apart from any framework's pool."""
+        with self.current():
+            owner = self._cupy.cuda.Memory(nbytes)
+        return Memory(owner.ptr, nbytes, owner)
+
+    def upload(self, memory: Memory, data: Array, stream: int) -> None:
+        """Copy bytes to memory, in stream order."""
+        host = np.ascontiguousarray(data)
+        with self.current():
+            self._runtime.memcpyAsync(
+                memory.ptr,
+                host.ctypes.data,
+                memory.nbytes,
+                self._runtime.memcpyHostToDevice,
+                stream,
+            )
+
+    def download(self, memory: Memory, stream: int) -> Array:
+        """Return a copy of memory, after waiting for the device."""
+        host = np.empty(memory.nbytes, np.uint8)
+        with self.current():
+            self._runtime.deviceSynchronize()
+            self._runtime.memcpy(
+                host.ctypes.data, memory.ptr, memory.nbytes, self._runtime.memcpyDeviceToHost
+            )
+        return host
+
+    def current_stream(self, framework: str) -> int:
+        """Return the current stream of an array framework; the default one where it has none."""
+        if framework == "torch":
+            return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(self.ordinal))
+        if framework == "cupy":
+            return int(self._cupy.cuda.get_current_stream(self.ordinal).ptr)
+        return 0
+
+    def resolve_stream(self, stream: object) -> int:
+        """Return the raw pointer of a stream: an int, or CuPy's, torch's, or __cuda_stream__."""
+        if isinstance(stream, int) and not isinstance(stream, bool):
+            return stream
+        protocol = getattr(stream, "__cuda_stream__", None)
+        if protocol is not None:
+            return int((protocol() if callable(protocol) else protocol)[1])
+        for name in ("ptr", "cuda_stream"):
+            pointer = getattr(stream, name, None)
+            if isinstance(pointer, int):
+                return pointer
+        raise TypeError(
+            "a CuPy or torch stream, a raw pointer or an object with __cuda_stream__, "
+            f"not {type(stream).__name__}"
+        )

@@ -1,0 +1,84 @@
+"""The seam between launch code and a device: compile, launch, and small tables in device memory.
+
+The product has one implementation, on CuPy (`cupy_device`). Tests have another that compiles the
+same source for the CPU, so that kernels and host launch code run where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device memory that lives as long as this object.
+
+    Attributes
+    ----------
+    ptr : int
+        Its address.
+    nbytes : int
+    owner : object
+        What frees it.
+    """
+
+    ptr: int
+    nbytes: int
+    owner: Any
+
+
+class Device(Protocol):
+    """What launch code needs of a device. Every stream is a raw pointer, 0 the default one."""
+
+    #: Number of the CUDA device.
+    ordinal: int
+    #: What people call it.
+    name: str
+    #: Architecture, as ``sm_90``.
+    arch: str
+    #: Multiprocessors.
+    sm_count: int
+    #: Size of the L2 cache.
+    l2_bytes: int
+    #: Loaded functions, by what `compiler.load` knows them by.
+    functions: dict[Any, Any]
+
+    def compile(self, source: str, entry: str) -> Any:
+        """Compile and load a source; return the handle of its ``extern "C"`` function.
+
+        Raises
+        ------
+        CompileError
+            With the compiler's log, where it does not compile.
+        """
+
+    def launch(
+        self, function: Any, grid: int, block: tuple[int, int], arguments: Array, stream: int
+    ) -> None:
+        """Launch a function with one structure as its argument, which is copied at once."""
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Allocate memory; its content is unspecified."""
+
+    def upload(self, memory: Memory, data: Array, stream: int) -> None:
+        """Copy bytes to memory, in stream order; `data` may change once this returns."""
+
+    def download(self, memory: Memory, stream: int) -> Array:
+        """Return a copy of memory as uint8, after waiting for the stream."""
+
+    def current_stream(self, framework: str) -> int:
+        """Return the current stream of an array framework on this device."""
+
+    def resolve_stream(self, stream: object) -> int:
+        """Return the raw pointer of a stream that a caller gave.
+
+        Raises
+        ------
+        TypeError
+            For what is no stream.
+        """

@@ -1,0 +1,322 @@
+"""fused_norm_rope: a layer's weights, tables and caches, and a step's arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_mla import dtypes
+from cupy_mla._arrays import CPU, ArrayRef
+from cupy_mla._plan import CachePlan, Scale
+from cupy_mla._plan_fused import (
+    NormRopeInputs,
+    NormRopeLayer,
+    NormRopeLayerPlan,
+    NormRopePlan,
+    Operand,
+)
+from cupy_mla.errors import reject_value
+from cupy_mla.layouts import INDEXER_LAYOUT, CacheLayout
+
+from .caches import cache
+from .checks import array, same_device, shape_text
+from .insert import storable
+from .operands import (
+    Place,
+    described,
+    destination,
+    indices,
+    number,
+    operand,
+    rounding,
+    same_dtype,
+    table,
+)
+from .scales import layer_scale
+
+_OWNER = "q_rms_norm_w"
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """What `fused_norm_rope` takes for a layer, unchecked and under the caller's names."""
+
+    q_rms_norm_w: Any
+    q_rms_eps: Any
+    kv_rms_norm_w: Any
+    kv_rms_eps: Any
+    k_rope_cos_sin_cache: Any
+    index_k_layer_norm_w: Any
+    index_k_layer_norm_bias: Any
+    index_k_layer_norm_eps: Any
+    index_k_rope_cos_sin_cache: Any
+    indexer_k_cache: Any
+    mla_kv_cache: Any
+    mla_kv_cache_dtype: str | CacheLayout
+    mla_k_scale: Any
+    has_indexer: bool
+    index_rope_interleave: bool
+    scale_format: str
+    rounding: str
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """What `fused_norm_rope` takes for a step, unchecked and under the caller's names."""
+
+    positions: Any
+    q_c: Any
+    kv_c: Any
+    k_pe: Any
+    index_k: Any
+    topk_indices_buffer: Any
+    slot_mapping: Any
+    indexer_slot_mapping: Any
+    q_c_out: Any
+    kv_c_out: Any
+    k_pe_out: Any
+
+
+def norm_rope_layer(
+    operation: str, given: LayerArguments, *, live: bool
+) -> tuple[NormRopeLayerPlan, NormRopeLayer]:
+    """Validate a layer.
+
+    Parameters
+    ----------
+    operation : str
+        For messages.
+    given : LayerArguments
+    live : bool
+        Whether the MLA cache's scale is kept as a writer keeps it, or read by one call.
+    """
+    q_weight = array(operation, "q_rms_norm_w", given.q_rms_norm_w)
+    place = (q_weight.device or CPU, _OWNER)
+    q_weight = operand(operation, "q_rms_norm_w", q_weight, ("Q",), place)
+    kv_weight = operand(operation, "kv_rms_norm_w", given.kv_rms_norm_w, ("R",), place)
+    for argument, ref in (("q_rms_norm_w", q_weight), ("kv_rms_norm_w", kv_weight)):
+        if not ref.shape[0]:
+            reject_value(operation, argument, "have at least one element", shape_text(ref.shape))
+    k_table = None
+    if given.k_rope_cos_sin_cache is not None:
+        argument = "k_rope_cos_sin_cache"
+        k_table = table(operation, argument, given.k_rope_cos_sin_cache, None, place)
+    rope = 0 if k_table is None else k_table.shape[1]
+    mla, mla_plan, scale = _mla_cache(operation, given, (kv_weight.shape[0], rope), place, live)
+    indexer, indexer_plan = _indexer_cache(operation, given, place)
+    weight, bias, index_table, index_eps = _index_norm(operation, given, indexer_plan, place)
+    plan = NormRopeLayerPlan(
+        operation=operation,
+        device=place[0],
+        q_weight=Operand.of(q_weight),
+        kv_weight=Operand.of(kv_weight),
+        q_eps=number(operation, "q_rms_eps", given.q_rms_eps, least=0.0),
+        kv_eps=number(operation, "kv_rms_eps", given.kv_rms_eps, least=0.0),
+        index_eps=index_eps,
+        k_table=described(k_table),
+        index_weight=described(weight),
+        index_bias=described(bias),
+        index_table=described(index_table),
+        index_is_neox=not given.index_rope_interleave,
+        mla_cache=mla_plan,
+        indexer_cache=indexer_plan,
+        has_indexer=bool(given.has_indexer),
+        rounding=rounding(operation, given.rounding),
+    )
+    layer = NormRopeLayer(
+        q_weight=q_weight,
+        kv_weight=kv_weight,
+        k_table=k_table,
+        index_weight=weight,
+        index_bias=bias,
+        index_table=index_table,
+        mla_cache=mla,
+        mla_scale=scale,
+        indexer_cache=indexer,
+    )
+    return plan, layer
+
+
+def _mla_cache(
+    operation: str, given: LayerArguments, sizes: tuple[int, int], place: Place, live: bool
+) -> tuple[ArrayRef | None, CachePlan | None, Scale]:
+    if given.mla_kv_cache is None:
+        return None, None, None
+    argument = "mla_kv_cache"
+    ref, plan = cache(
+        operation,
+        argument,
+        given.mla_kv_cache,
+        given.mla_kv_cache_dtype,
+        sizes,
+        given.scale_format,
+    )
+    same_device(operation, argument, ref, *place)
+    if not plan.layout.needs_scale:
+        return ref, plan, None
+    if given.mla_k_scale is None:
+        reject_value(operation, "mla_k_scale", f"be the layer's scale for {plan.layout.name}", None)
+    scale = layer_scale(
+        operation, "mla_k_scale", given.mla_k_scale, place[0], owner=argument, live=live
+    )
+    return ref, plan, scale
+
+
+def _indexer_cache(
+    operation: str, given: LayerArguments, place: Place
+) -> tuple[ArrayRef | None, CachePlan | None]:
+    if given.indexer_k_cache is None or not given.has_indexer:
+        return None, None
+    argument = "indexer_k_cache"
+    return indexer_cache(operation, argument, given.indexer_k_cache, "ue8m0", place)
+
+
+def indexer_cache(
+    operation: str, argument: str, obj: Any, scale_format: str, place: Place | None
+) -> tuple[ArrayRef, CachePlan]:
+    """Validate an indexer cache ``[num_blocks, block_size, 132]`` that is written."""
+    ref, plan = cache(operation, argument, obj, INDEXER_LAYOUT, None, scale_format, planar=True)
+    if place is not None:
+        same_device(operation, argument, ref, *place)
+    return ref, plan
+
+
+def _index_norm(
+    operation: str, given: LayerArguments, indexer_plan: CachePlan | None, place: Place
+) -> tuple[ArrayRef | None, ArrayRef | None, ArrayRef | None, float]:
+    """Validate what makes an indexer row; without an indexer cache nothing of it is looked at."""
+    if indexer_plan is None:
+        return None, None, None, 0.0
+    width = indexer_plan.layout.kv_lora_rank
+    refs = []
+    for argument, obj in (
+        ("index_k_layer_norm_w", given.index_k_layer_norm_w),
+        ("index_k_layer_norm_bias", given.index_k_layer_norm_bias),
+    ):
+        refs.append(operand(operation, argument, obj, (width,), place))
+    argument = "index_k_rope_cos_sin_cache"
+    rotary = table(operation, argument, given.index_k_rope_cos_sin_cache, None, place)
+    if rotary.shape[1] > width:
+        reject_value(
+            operation, argument, f"have at most {width} elements a row", shape_text(rotary.shape)
+        )
+    eps = number(operation, "index_k_layer_norm_eps", given.index_k_layer_norm_eps, least=0.0)
+    return refs[0], refs[1], rotary, eps
+
+
+def norm_rope_step(
+    layer: NormRopeLayerPlan, given: StepArguments
+) -> tuple[NormRopePlan, NormRopeInputs]:
+    """Validate a step's arrays against a layer."""
+    operation, place = layer.operation, (layer.device, _OWNER)
+    slots, tokens = None, None
+    if given.slot_mapping is not None:
+        slots = indices(operation, "slot_mapping", given.slot_mapping, place)
+        tokens = slots.shape[0]
+    positions = indices(operation, "positions", given.positions, place, tokens=tokens)
+    if tokens is None:
+        tokens = positions.shape[0]
+    q_c = operand(operation, "q_c", given.q_c, ("T", layer.q_weight.width), place, tokens=tokens)
+    kv_c, k_pe, index_k = _rows(layer, given, place, tokens, q_c)
+    topk = None
+    if layer.has_indexer and given.topk_indices_buffer is not None:
+        topk = destination(
+            operation,
+            "topk_indices_buffer",
+            given.topk_indices_buffer,
+            ("T", "K"),
+            place,
+            tokens=tokens,
+            allowed=dtypes.INDEX_DTYPES,
+        )
+    indexer_slots = None
+    if layer.indexer_cache is not None:
+        indexer_slots = slots
+        if given.indexer_slot_mapping is not None:
+            argument = "indexer_slot_mapping"
+            indexer_slots = indices(
+                operation, argument, given.indexer_slot_mapping, place, tokens=tokens
+            )
+    outs = _outs(layer, given, place, tokens, q_c)
+    mla_slots = slots if layer.mla_cache is not None else None
+    plan = NormRopePlan(
+        layer=layer,
+        tokens=tokens,
+        input_dtype=q_c.dtype,
+        positions=Operand.of(positions),
+        q_c=Operand.of(q_c),
+        kv_c=Operand.of(kv_c),
+        k_pe=described(k_pe),
+        index_k=described(index_k),
+        topk=described(topk),
+        slots=described(mla_slots),
+        indexer_slots=described(indexer_slots),
+        q_c_out=described(outs[0]),
+        kv_c_out=described(outs[1]),
+        k_pe_out=described(outs[2]),
+    )
+    if layer.mla_cache is not None:
+        storable(plan, [layer.mla_cache.layout], "kv_c")
+    inputs = NormRopeInputs(
+        positions=positions,
+        q_c=q_c,
+        kv_c=kv_c,
+        k_pe=k_pe,
+        index_k=index_k,
+        topk=topk,
+        slots=mla_slots,
+        indexer_slots=indexer_slots,
+        q_c_out=outs[0],
+        kv_c_out=outs[1],
+        k_pe_out=outs[2],
+    )
+    return plan, inputs
+
+
+def _rows(
+    layer: NormRopeLayerPlan, given: StepArguments, place: Place, tokens: int, q_c: ArrayRef
+) -> tuple[ArrayRef, ArrayRef | None, ArrayRef | None]:
+    """Validate kv_c, k_pe and index_k."""
+
+    def rows(argument: str, obj: Any, width: int) -> ArrayRef:
+        ref = operand(layer.operation, argument, obj, ("T", width), place, tokens=tokens)
+        same_dtype(layer.operation, argument, ref, q_c.dtype, "q_c")
+        return ref
+
+    kv_c = rows("kv_c", given.kv_c, layer.kv_weight.width)
+    k_pe, index_k = None, None
+    if layer.k_table is not None:
+        k_pe = rows("k_pe", given.k_pe, layer.k_table.width)
+    elif given.k_pe is not None:
+        rows("k_pe", given.k_pe, 0)
+    if layer.index_weight is not None:
+        index_k = rows("index_k", given.index_k, layer.index_weight.width)
+    return kv_c, k_pe, index_k
+
+
+def _outs(
+    layer: NormRopeLayerPlan, given: StepArguments, place: Place, tokens: int, q_c: ArrayRef
+) -> tuple[ArrayRef | None, ArrayRef | None, ArrayRef | None]:
+    """Validate q_c_out, kv_c_out and k_pe_out."""
+    rope = 0 if layer.k_table is None else layer.k_table.width
+    outs: list[ArrayRef | None] = []
+    for argument, obj, width in (
+        ("q_c_out", given.q_c_out, layer.q_weight.width),
+        ("kv_c_out", given.kv_c_out, layer.kv_weight.width),
+        ("k_pe_out", given.k_pe_out, rope),
+    ):
+        if obj is None:
+            outs.append(None)
+            continue
+        outs.append(
+            destination(
+                layer.operation,
+                argument,
+                obj,
+                ("T", width),
+                place,
+                tokens=tokens,
+                allowed=(q_c.dtype,),
+            )
+        )
+    return outs[0], outs[1], outs[2]

@@ -1,0 +1,381 @@
+"""Which attention backend reads which cache: a table, open to more backends.
+
+A backend of sparse MLA fixes three things at once: how the cache's rows lie, whether the query is
+fp8, and as what the cache is handed over. `select_cache_policy` answers all three, or says what
+to choose instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import reject_type, reject_value
+from .layouts import (
+    CacheLayout,
+    ScaleFormat,
+    build_layout,
+    canonical_name,
+    check_scale_format,
+    get_layout,
+)
+
+__all__ = ["BackendRule", "CachePolicy", "register_backend", "registered_backends"]
+__all__ += ["select_cache_policy"]
+
+
+@dataclass(frozen=True)
+class BackendRule:
+    """What one attention backend takes.
+
+    Attributes
+    ----------
+    name : str
+    architectures : tuple of int
+        Major numbers of the compute capabilities it runs on: 9 is SM90, 10 is SM100.
+    layouts : tuple of str
+        Names of the cache layouts it reads.
+    fp8_query : bool
+        True where it takes one fp8 query ``[ql_nope | q_pe]``, False for the 16-bit pair.
+    cache_needs_fp8_view : bool
+        Whether it wants a byte cache seen as float8.
+    scale_format : {"float32", "ue8m0"} or None
+        What the scales inside rows should be; None where its layouts have none.
+    exponent_only : tuple of int
+        Major numbers of the capabilities on which it reads the scales' exponent alone, so that
+        only powers of two come out right.
+    """
+
+    name: str
+    architectures: tuple[int, ...]
+    layouts: tuple[str, ...]
+    fp8_query: bool
+    cache_needs_fp8_view: bool = False
+    scale_format: ScaleFormat | None = None
+    exponent_only: tuple[int, ...] = ()
+
+    def runs_on(self, architecture: int | None) -> bool:
+        """Whether it runs on an architecture; None, an unknown one, counts as yes."""
+        return architecture is None or architecture in self.architectures
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """How the cache and the query of one attention backend go together.
+
+    Attributes
+    ----------
+    backend : str
+        Name of the backend.
+    layout : CacheLayout
+        How the cache's rows lie; taken wherever a ``kv_cache_dtype`` stands.
+    fp8_query : bool
+        What to give `fused_q` as ``quantize_mqa``.
+    cache_needs_fp8_view : bool
+        Whether the backend wants the byte cache seen as float8_e4m3fn.
+    """
+
+    backend: str
+    layout: CacheLayout
+    fp8_query: bool
+    cache_needs_fp8_view: bool
+
+    @property
+    def scale_format(self) -> ScaleFormat | None:
+        """How to round the scales inside rows; None where the layout has none."""
+        return self.layout.scale_format
+
+    def mqa_query(self, ql_nope: Any, mqa_q: Any) -> Any:
+        """Return the query as the backend takes it.
+
+        Parameters
+        ----------
+        ql_nope : array [T, H, R]
+        mqa_q : array
+            Third result of `fused_q` with ``quantize_mqa=policy.fp8_query``.
+
+        Returns
+        -------
+        array or tuple of two arrays
+            `mqa_q` itself, or ``(ql_nope, mqa_q)``.
+        """
+        return mqa_q if self.fp8_query else (ql_nope, mqa_q)
+
+
+_lock = threading.Lock()
+_rules: dict[str, BackendRule] = {}
+
+
+def register_backend(
+    name: str,
+    *,
+    architectures: Iterable[int],
+    layouts: Iterable[str],
+    fp8_query: bool,
+    cache_needs_fp8_view: bool = False,
+    scale_format: str | None = None,
+    exponent_only: Iterable[int] = (),
+    replace: bool = False,
+) -> BackendRule:
+    """Add an attention backend to the table that `select_cache_policy` looks into.
+
+    Parameters
+    ----------
+    name : str
+    architectures : iterable of int
+        Major numbers of the compute capabilities it runs on: 9 is SM90, 10 is SM100.
+    layouts : iterable of str
+        Names of the cache layouts it reads, see `get_layout`.
+    fp8_query : bool
+        Whether it takes one fp8 query ``[ql_nope | q_pe]`` instead of the 16-bit pair.
+    cache_needs_fp8_view : bool
+        Whether it wants a byte cache seen as float8.
+    scale_format : {"float32", "ue8m0"}, optional
+        What the scales inside rows should be where a caller has no wish.
+    exponent_only : iterable of int
+        Major numbers of the capabilities on which it reads the scales' exponent alone.
+    replace : bool
+        Whether an entry of this name may be replaced.
+
+    Returns
+    -------
+    BackendRule
+        The entry. Where several fit, `select_cache_policy` takes the one registered first.
+
+    Raises
+    ------
+    ValueError
+        For an unknown layout, no layout at all, or a name that is taken.
+    TypeError
+        For a name that is no text.
+
+    Examples
+    --------
+    >>> from cupy_mla import policy
+    >>> rule = policy.register_backend(
+    ...     "my_dense_mla", architectures=[9], layouts=["bfloat16"], fp8_query=False)
+    >>> policy.select_cache_policy("bfloat16", "my_dense_mla").layout.row_bytes
+    1152
+    >>> policy.unregister_backend("my_dense_mla")
+    """
+    operation = "register_backend"
+    if not isinstance(name, str):
+        reject_type(operation, "name", "be a text", type(name).__name__)
+    names = tuple(canonical_name(operation, layout) for layout in layouts)
+    if not names or "auto" in names:
+        reject_value(operation, "layouts", "name at least one layout, and no auto", names)
+    chosen = None if scale_format is None else check_scale_format(operation, scale_format)
+    rule = BackendRule(
+        name,
+        tuple(architectures),
+        names,
+        bool(fp8_query),
+        bool(cache_needs_fp8_view),
+        chosen,
+        tuple(exponent_only),
+    )
+    with _lock:
+        if name in _rules and not replace:
+            reject_value(operation, "name", "be new, or replace be true", repr(name))
+        _rules[name] = rule
+    return rule
+
+
+def unregister_backend(name: str) -> None:
+    """Take a backend out of the table.
+
+    Parameters
+    ----------
+    name : str
+
+    Raises
+    ------
+    ValueError
+        For a name that is not there.
+    """
+    with _lock:
+        if _rules.pop(name, None) is None:
+            reject_value("unregister_backend", "name", f"be one of {', '.join(_rules)}", repr(name))
+
+
+def registered_backends() -> tuple[BackendRule, ...]:
+    """Return the table, in the order in which backends were registered."""
+    with _lock:
+        return tuple(_rules.values())
+
+
+register_backend(
+    "flashinfer_sparse",
+    architectures=(10,),
+    layouts=("fp8_e4m3",),
+    fp8_query=True,
+    cache_needs_fp8_view=True,
+)
+# On SM90 the scales are multiplied as bfloat16, on SM100 their exponent alone is used. Powers of
+# two come out exact everywhere.
+register_backend(
+    "flashmla_sparse",
+    architectures=(9, 10),
+    layouts=("fp8_ds_mla",),
+    fp8_query=False,
+    scale_format="ue8m0",
+    exponent_only=(10,),
+)
+
+
+def select_cache_policy(
+    kv_cache_dtype: str | CacheLayout,
+    backend: str | None = None,
+    *,
+    capability: tuple[int, int] | int | None = None,
+    scale_format: str | None = None,
+) -> CachePolicy:
+    """Choose how cache and query go together for an attention backend of sparse MLA.
+
+    Parameters
+    ----------
+    kv_cache_dtype : str or CacheLayout
+        See `get_layout`. A layout is taken as it is, with its own scale format.
+    backend : str, optional
+        Name in the table; by default the first one that reads the layout and runs on the device.
+    capability : (int, int) or int, optional
+        Compute capability, ``(9, 0)`` or 90. Without it any device will do.
+    scale_format : {"float32", "ue8m0"}, optional
+        How scales inside rows are rounded; by default what the backend reads exactly.
+
+    Returns
+    -------
+    CachePolicy
+
+    Raises
+    ------
+    ValueError
+        For a cache that the backend, or the device, cannot read; the message says what to choose.
+    TypeError
+        For a capability that is none.
+
+    Examples
+    --------
+    >>> from cupy_mla import select_cache_policy
+    >>> policy = select_cache_policy("fp8_ds_mla", capability=(9, 0))
+    >>> policy.backend, policy.scale_format, policy.fp8_query
+    ('flashmla_sparse', 'ue8m0', False)
+    >>> select_cache_policy("fp8", capability=90)
+    Traceback (most recent call last):
+        ...
+    ValueError: select_cache_policy: kv_cache_dtype must be "fp8_ds_mla" with backend \
+"flashmla_sparse" on SM90, got 'fp8': ...
+    """
+    operation = "select_cache_policy"
+    if isinstance(kv_cache_dtype, CacheLayout):
+        name = kv_cache_dtype.name
+    else:
+        name = canonical_name(operation, kv_cache_dtype)
+    architecture, device = _architecture(operation, capability)
+    wish = None if scale_format is None else check_scale_format(operation, scale_format)
+    rule = _choose(operation, kv_cache_dtype, name, backend, architecture, device)
+    if isinstance(kv_cache_dtype, CacheLayout):
+        layout = kv_cache_dtype
+        if wish is not None and layout.scale_format not in (None, wish):
+            reject_value(
+                operation,
+                "scale_format",
+                f"be None or that of the layout ({layout.scale_format})",
+                repr(wish),
+            )
+    else:
+        sizes = get_layout("fp8")
+        layout = build_layout(
+            operation,
+            name,
+            sizes.kv_lora_rank,
+            sizes.rope_dim,
+            wish or rule.scale_format or "float32",
+        )
+    if layout.scale_format == "float32" and architecture in rule.exponent_only:
+        reject_value(
+            operation,
+            "scale_format",
+            f'be "ue8m0" for backend "{rule.name}" on {device}, which reads the exponent of a '
+            "scale alone",
+            "'float32'",
+        )
+    return CachePolicy(rule.name, layout, rule.fp8_query, rule.cache_needs_fp8_view)
+
+
+def _architecture(operation: str, capability: object) -> tuple[int | None, str]:
+    """Return the major number, and the device as text."""
+    if capability is None:
+        return None, "any device"
+    parts = capability if isinstance(capability, tuple) else (capability,)
+    if len(parts) not in (1, 2) or any(
+        isinstance(part, bool) or not isinstance(part, (int, np.integer)) for part in parts
+    ):
+        reject_type(operation, "capability", "be a number as 90 or a pair as (9, 0)", capability)
+    major, minor = divmod(int(parts[0]), 10) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
+    if major < 1 or not 0 <= minor <= 9:
+        reject_value(operation, "capability", "be a number as 90 or a pair as (9, 0)", capability)
+    return major, f"SM{major}{minor}"
+
+
+def _choose(
+    operation: str,
+    asked: object,
+    name: str,
+    backend: str | None,
+    architecture: int | None,
+    device: str,
+) -> BackendRule:
+    """Return the rule that fits, or raise with what to choose instead."""
+    rules = registered_backends()
+    if backend is not None:
+        known = {rule.name: rule for rule in rules}
+        if backend not in known:
+            reject_value(operation, "backend", f"be one of {', '.join(known)}", repr(backend))
+        rule = known[backend]
+        if not rule.runs_on(architecture):
+            others = _options(rules, architecture) or "another device"
+            reject_value(
+                operation, "backend", f"be one that runs on {device} ({others})", repr(backend)
+            )
+        rules = (rule,)
+    for rule in rules:
+        if name in rule.layouts and rule.runs_on(architecture):
+            return rule
+    options = _options(rules, architecture)
+    if not options:
+        reject_value(operation, "capability", "be one that a backend runs on", device)
+    shown = repr(asked if isinstance(asked, str) else name)
+    reject_value(
+        operation,
+        "kv_cache_dtype",
+        f"be {options}" + (f" on {device}" if architecture is not None else ""),
+        f"{shown}: {_reason(name, rules)}",
+    )
+
+
+def _options(rules: Iterable[BackendRule], architecture: int | None) -> str:
+    """Say which dtype goes with which backend."""
+    return " or ".join(
+        f'"{layout}" with backend "{rule.name}"'
+        for rule in rules
+        if rule.runs_on(architecture)
+        for layout in rule.layouts
+    )
+
+
+def _reason(name: str, rules: Iterable[BackendRule]) -> str:
+    """Say why a layout is read by none of some backends."""
+    layout = name if name == "auto" else get_layout(name)
+    if isinstance(layout, str) or not layout.is_fp8:
+        return "an unquantised cache, which no such backend reads"
+    if layout.needs_scale and any(not rule.fp8_query for rule in rules):
+        return (
+            "a flat fp8 cache goes with an fp8 query (FlashAttention 3, too, cannot mix a bf16 "
+            "query with an fp8 cache)"
+        )
+    return "a layout that no such backend reads"

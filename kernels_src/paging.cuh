@@ -1,0 +1,68 @@
+// Where a slot's row lies in a paged cache.
+
+#pragma once
+
+#include "types.cuh"
+
+namespace cupy_mla {
+
+// Division by a value that is known when the launch is prepared, for dividends below 2^31:
+// quotient = (mulhi(n, multiplier) + n) >> shift, with shift = ceil(log2(divisor)) and
+// multiplier = floor(2^32 * (2^shift - divisor) / divisor) + 1.
+struct Divisor {
+  u32 value;
+  u32 multiplier;
+  u32 shift;
+};
+
+__device__ __forceinline__ u32 divide(u32 dividend, const Divisor& divisor) {
+  return (__umulhi(dividend, divisor.multiplier) + dividend) >> divisor.shift;
+}
+
+// One layer's cache. Writers keep a device table of these and change it in place, so that a
+// captured graph follows; single calls pass one by value.
+struct alignas(16) LayerEntry {
+  u8* cache;           // first byte of block 0
+  const float* scale;  // the layer's scale where it is read at each use, else null
+  i64 block_stride;    // bytes from a block to the next
+  i64 row_stride;      // bytes from a row of a block to the next
+  i64 num_slots;       // rows of the cache; the largest int64 where nobody knows
+  Divisor block_size;  // rows of a block
+  i32 source_layer;    // which layer of kv_c, k_pe, slots, scales and counters this one takes
+  float scale_value;   // the scale where neither a table of scales nor `scale` has it
+  i32 scale_ue8m0;     // block-scaled layouts: 1 = scales are powers of two
+};
+
+__device__ __forceinline__ u8* row_address(const LayerEntry& layer, i64 slot) {
+  i64 block;
+  i64 row;
+  if (slot >> 31 == 0) {
+    const u32 quotient = divide(static_cast<u32>(slot), layer.block_size);
+    block = quotient;
+    row = static_cast<u32>(slot) - quotient * layer.block_size.value;
+  } else {
+    // Beyond 2^31 rows; long division of the upper and the lower 31 bits would need no less code.
+    block = slot / layer.block_size.value;
+    row = slot % layer.block_size.value;
+  }
+  return layer.cache + block * layer.block_stride + row * layer.row_stride;
+}
+
+struct SlotArray {
+  const u8* data;  // null: leave the layer out
+  i64 token_stride;
+};
+
+// Slots are int32 or int64. As they lie in memory: extending the sign of an int32 would wait for it,
+// and what is asked for next would wait too.
+__device__ __forceinline__ u64 load_slot(const SlotArray& slots, i32 token, i32 slot_bytes) {
+  const u8* address = slots.data + token * slots.token_stride;
+  return slot_bytes == 8 ? *reinterpret_cast<const u64*>(address)
+                         : *reinterpret_cast<const u32*>(address);
+}
+
+__device__ __forceinline__ i64 slot_of(u64 loaded, i32 slot_bytes) {
+  return slot_bytes == 8 ? static_cast<i64>(loaded) : static_cast<i32>(loaded);
+}
+
+}  // namespace cupy_mla
