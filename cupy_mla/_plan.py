@@ -74,6 +74,8 @@ class InsertPlan:
     kv_c_strides, k_pe_strides, slot_strides : (int, int)
         Bytes a layer and a token; k_pe and a list of slots without meaning hold zeros.
     slot_dtype : numpy.dtype
+    slots_listed : bool
+        Whether each layer has a slot array of its own, or none.
     """
 
     operation: str
@@ -87,6 +89,7 @@ class InsertPlan:
     k_pe_strides: tuple[int, int]
     slot_strides: tuple[int, int]
     slot_dtype: DType
+    slots_listed: bool
 
 
 @dataclass(frozen=True, slots=True)

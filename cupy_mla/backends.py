@@ -6,7 +6,7 @@ is imported when the first device array comes, never before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -52,6 +52,15 @@ class Backend(FusedBackend, Protocol):
     ) -> None:
         """Store rows."""
 
+    def ready(
+        self, plan: InsertPlan, inputs: InsertInputs, target: Target
+    ) -> Callable[[int, int, int], None] | None:
+        """Return what stores rows by the addresses of kv_c, k_pe and slots alone.
+
+        It serves all arrays that look like `inputs`. None where an insert has more to do than to
+        launch: arrays of several frameworks, or of the host.
+        """
+
     def read_slots(
         self, plan: ReadPlan, slots: ArrayRef, target: Target, like: ArrayRef, stream: object
     ) -> Any:
@@ -96,6 +105,9 @@ class Backend(FusedBackend, Protocol):
         int64 array in host memory; the cache has them all.
         """
 
+    def host_copy(self, array: ArrayRef) -> np.ndarray[Any, Any]:
+        """Return an array as a host array, after waiting; host arrays themselves."""
+
     def warmup(self, target: Target) -> None:
         """Make everything ready that a first insert would otherwise have to."""
 
@@ -124,6 +136,9 @@ class NumpyBackend(NumpyFused):
     def insert(self, plan: InsertPlan, inputs: InsertInputs, target: Any, stream: object) -> None:
         """Store rows."""
         reference.insert(plan, inputs, target)
+
+    def ready(self, plan: InsertPlan, inputs: InsertInputs, target: Any) -> None:
+        """Nothing is launched here."""
 
     def read_slots(
         self, plan: ReadPlan, slots: ArrayRef, target: Any, like: ArrayRef, stream: object
@@ -169,6 +184,10 @@ class NumpyBackend(NumpyFused):
     def host_rows(self, target: Any, slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Copy rows as they are: uint8 ``[n, row_bytes]``."""
         return reference.host_rows(target, slots)
+
+    def host_copy(self, array: ArrayRef) -> np.ndarray[Any, Any]:
+        """Return a host array as it is."""
+        return array.host_view()
 
     def warmup(self, target: Any) -> None:
         """Nothing is compiled here."""

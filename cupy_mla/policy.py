@@ -18,14 +18,19 @@ from .errors import reject_type, reject_value
 from .layouts import (
     CacheLayout,
     ScaleFormat,
-    build_layout,
     canonical_name,
     check_scale_format,
     get_layout,
 )
 
-__all__ = ["BackendRule", "CachePolicy", "register_backend", "registered_backends"]
-__all__ += ["select_cache_policy"]
+__all__ = [
+    "BackendRule",
+    "CachePolicy",
+    "register_backend",
+    "registered_backends",
+    "select_cache_policy",
+    "unregister_backend",
+]
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,28 @@ class CachePolicy:
 
 
 _lock = threading.Lock()
-_rules: dict[str, BackendRule] = {}
+_rules: dict[str, BackendRule] = {
+    rule.name: rule
+    for rule in (
+        BackendRule(
+            name="flashinfer_sparse",
+            architectures=(10,),
+            layouts=("fp8_e4m3",),
+            fp8_query=True,
+            cache_needs_fp8_view=True,
+        ),
+        # On SM90 the scales are multiplied as bfloat16, on SM100 their exponent alone is used.
+        # Powers of two come out exact everywhere.
+        BackendRule(
+            name="flashmla_sparse",
+            architectures=(9, 10),
+            layouts=("fp8_ds_mla",),
+            fp8_query=False,
+            scale_format="ue8m0",
+            exponent_only=(10,),
+        ),
+    )
+}
 
 
 def register_backend(
@@ -208,25 +234,6 @@ def registered_backends() -> tuple[BackendRule, ...]:
         return tuple(_rules.values())
 
 
-register_backend(
-    "flashinfer_sparse",
-    architectures=(10,),
-    layouts=("fp8_e4m3",),
-    fp8_query=True,
-    cache_needs_fp8_view=True,
-)
-# On SM90 the scales are multiplied as bfloat16, on SM100 their exponent alone is used. Powers of
-# two come out exact everywhere.
-register_backend(
-    "flashmla_sparse",
-    architectures=(9, 10),
-    layouts=("fp8_ds_mla",),
-    fp8_query=False,
-    scale_format="ue8m0",
-    exponent_only=(10,),
-)
-
-
 def select_cache_policy(
     kv_cache_dtype: str | CacheLayout,
     backend: str | None = None,
@@ -288,14 +295,7 @@ def select_cache_policy(
                 repr(wish),
             )
     else:
-        sizes = get_layout("fp8")
-        layout = build_layout(
-            operation,
-            name,
-            sizes.kv_lora_rank,
-            sizes.rope_dim,
-            wish or rule.scale_format or "float32",
-        )
+        layout = get_layout(name, scale_format=wish or rule.scale_format or "float32")
     if layout.scale_format == "float32" and architecture in rule.exponent_only:
         reject_value(
             operation,

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from . import _validate, backends
+from . import _arrays, _validate, backends
 from ._arrays import CPU, ArrayRef, DeviceId
-from ._plan import CachePlan
+from ._plan import CachePlan, InsertInputs, InsertPlan, Target
 from .errors import reject_type, reject_value
 from .layouts import CacheLayout, check_sizes
 
 __all__ = ["GroupedCacheWriter"]
+
+#: Looks of arrays that inserts find again; a service sees a few dozen, not thousands at a time.
+_MOST_READY = 512
 
 
 class GroupedCacheWriter:
@@ -97,20 +100,18 @@ class GroupedCacheWriter:
         self._groups = _groups(self.layouts)
         self.num_launches = len(self._groups)
         scales = _validate.writer_scales(operation, kv_scales, self.layouts, self._device)
-        self._given_scales = kv_scales
+        self._given_scales = _given(kv_scales)
         self._collect_stats = bool(collect_stats)
         self._backend = backends.for_device(self._device)
         self._target = self._backend.target(
             caches, plans, scales, collect_stats=self._collect_stats
         )
+        self._ready: dict[Any, Callable[[int, int, int], None]] = {}
 
     @property
     def kv_scales(self) -> Any:
         """The scales as they were given: one array, or a tuple with None where a layer has none."""
-        given = self._given_scales
-        if given is None:
-            return (None,) * self.num_layers
-        return tuple(given) if isinstance(given, (list, tuple)) else given
+        return (None,) * self.num_layers if self._given_scales is None else self._given_scales
 
     def insert(self, kv_c: Any, k_pe: Any, slot_mapping: Any, *, stream: Any = None) -> None:
         """Store each token's row in each layer's cache.
@@ -135,7 +136,21 @@ class GroupedCacheWriter:
         """
         if slot_mapping is None:
             return
-        self._prepared("insert", kv_c, k_pe, slot_mapping)(stream)
+        seen = _arrays.signatures(kv_c, k_pe, slot_mapping) if stream is None else None
+        if seen is not None:
+            ready = self._ready.get(seen[0])
+            if ready is not None:
+                ready(*seen[1])
+                return
+        run = self._prepare("insert", kv_c, k_pe, slot_mapping)
+        run(stream)
+        if run.ready is not None:
+            _arrays.learn_signatures(kv_c, k_pe, slot_mapping)
+            seen = _arrays.signatures(kv_c, k_pe, slot_mapping)
+            if seen is not None:
+                if len(self._ready) >= _MOST_READY:
+                    self._ready.clear()
+                self._ready[seen[0]] = run.ready
 
     def bind(self, kv_c: Any, k_pe: Any, slot_mapping: Any) -> Callable[..., None]:
         """Validate fixed buffers once; the returned callable inserts what they hold at each call.
@@ -152,11 +167,9 @@ class GroupedCacheWriter:
         """
         if slot_mapping is None:
             reject_type("bind", "slot_mapping", "be an array or a list of arrays", "None")
-        return self._prepared("bind", kv_c, k_pe, slot_mapping)
+        return self._prepare("bind", kv_c, k_pe, slot_mapping)
 
-    def _prepared(
-        self, operation: str, kv_c: Any, k_pe: Any, slot_mapping: Any
-    ) -> Callable[..., None]:
+    def _prepare(self, operation: str, kv_c: Any, k_pe: Any, slot_mapping: Any) -> _BoundInsert:
         plan, inputs = _validate.insert_inputs(
             operation,
             kv_c,
@@ -168,14 +181,7 @@ class GroupedCacheWriter:
             owner="kv_caches",
         )
         _validate.storable(plan, self.layouts, "kv_c")
-        backend, target, on_host = self._backend, self._target, self._device.kind == "cpu"
-
-        def run(stream: Any = None) -> None:
-            if on_host:
-                _validate.host_stream(operation, stream)
-            backend.insert(plan, inputs, target, stream)
-
-        return run
+        return _BoundInsert(self._backend, plan, inputs, self._target)
 
     def rebind(self, kv_caches: Sequence[Any]) -> None:
         """Write to other caches from now on: bound callables and captured graphs follow.
@@ -193,6 +199,7 @@ class GroupedCacheWriter:
                 operation, "kv_caches", f"be on the writer's device {self._device}", device
             )
         self._target.rebind(caches, plans)
+        self._ready.clear()
 
     def update_scales(self, kv_scales: Any) -> None:
         """Use other scales from now on: bound callables and captured graphs follow.
@@ -204,7 +211,8 @@ class GroupedCacheWriter:
         """
         scales = _validate.writer_scales("update_scales", kv_scales, self.layouts, self._device)
         self._target.update_scales(scales)
-        self._given_scales = kv_scales
+        self._ready.clear()
+        self._given_scales = _given(kv_scales)
 
     def warmup(self) -> None:
         """Compile and load what inserts need, so that the first one can be captured in a graph."""
@@ -273,6 +281,27 @@ class GroupedCacheWriter:
     def __repr__(self) -> str:
         names = ", ".join(dict.fromkeys(layout.name for layout in self.layouts))
         return f"GroupedCacheWriter({self.num_layers} layers, {names}, {self._device})"
+
+
+class _BoundInsert:
+    """Inserts what fixed buffers hold, at each call."""
+
+    def __init__(
+        self, backend: backends.Backend, plan: InsertPlan, inputs: InsertInputs, target: Target
+    ) -> None:
+        self._backend, self._plan, self._inputs, self._target = backend, plan, inputs, target
+        #: Launches with the addresses of arrays that look the same, where nothing else is to do.
+        self.ready = backend.ready(plan, inputs, target)
+
+    def __call__(self, stream: Any = None) -> None:
+        if self._plan.device.kind == "cpu":
+            _validate.host_stream(self._plan.operation, stream)
+        self._backend.insert(self._plan, self._inputs, self._target, stream)
+
+
+def _given(kv_scales: Any) -> Any:
+    """Return scales as the caller will find them again: his list may change, its copy does not."""
+    return tuple(kv_scales) if isinstance(kv_scales, list) else kv_scales
 
 
 def _layer_list(

@@ -20,6 +20,7 @@ struct CopyRows {
 
   bool streaming;
 
+  CopyRows() = default;
   __device__ __forceinline__ CopyRows(float, bool, bool streaming) : streaming(streaming) {}
 
   __device__ __forceinline__ bool takes_vectors() const { return true; }

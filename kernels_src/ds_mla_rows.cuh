@@ -58,6 +58,7 @@ struct DsMlaRows {
   bool scale_ue8m0;
   bool streaming;
 
+  DsMlaRows() = default;
   __device__ __forceinline__ DsMlaRows(float, bool scale_ue8m0, bool streaming)
       : scale_ue8m0(scale_ue8m0), streaming(streaming) {}
 
@@ -141,12 +142,11 @@ struct DsMlaRows {
   __device__ __forceinline__ void store_by_element(const LayerRows& rows, i32 token,
                                                    u8* destination, Tally& tally) const {
     const u32 lane = threadIdx.x;
+    const auto* elements = reinterpret_cast<const Input::Bits*>(rows.latent_of(token)) + lane * kUnit;
     u32 words[kUnit / 2];
 #pragma unroll
     for (int i = 0; i < kUnit / 2; ++i) {
-      const i32 element = static_cast<i32>(lane) * kUnit + 2 * i;
-      words[i] = rows.element<Input::Bits>(token, element) |
-                 static_cast<u32>(rows.element<Input::Bits>(token, element + 1)) << 16;
+      words[i] = elements[2 * i] | static_cast<u32>(elements[2 * i + 1]) << 16;
     }
     const uint4 latent[kLoads] = {{words[0], words[1], words[2], words[3]},
                                   {words[4], words[5], words[6], words[7]}};
@@ -160,8 +160,9 @@ struct DsMlaRows {
       store_unaligned<4>(destination + layout::kScaleOffset + lane / kTileLanes * 4,
                          bits_of(encoded.scale));
     }
+    const auto* rope = reinterpret_cast<const Input::Bits*>(rows.rope_of(token));
     for (u32 i = lane; i < layout::kRopeDim; i += kWarp) {
-      const u32 bits = rows.element<Input::Bits>(token, layout::kLoraRank + static_cast<i32>(i));
+      const u32 bits = rope[i];
       tally.nonfinite += is_nonfinite<Input>(bits);
       store_unaligned<2>(destination + layout::kRopeOffset + 2 * i, bits);
     }

@@ -23,6 +23,7 @@ struct FlatFp8Rows {
   Divider<Input::kShortSignificand> divider;
   bool streaming;
 
+  FlatFp8Rows() = default;
   __device__ __forceinline__ FlatFp8Rows(float scale, bool, bool streaming)
       : divider(scale), streaming(streaming) {}
 

@@ -63,6 +63,7 @@ struct Divider {
   float factor;  // of x; 1 but for unusual scales
   float correct_below;
 
+  Divider() = default;
   __device__ __forceinline__ explicit Divider(float divisor) {
     // Compared as integers: NaN is above every number.
     const u32 magnitude = bits_of(divisor) & ~kSignBit;

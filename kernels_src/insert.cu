@@ -85,15 +85,20 @@ __device__ __forceinline__ u8* claim_row(const InsertParams& p, const LayerEntry
   return row_address(entry, slot);
 }
 
+// What the block's first threads find out for all of them.
+template <class Format>
+struct InsertShared {
+  u8* destinations[tuning::kMaxThreads];  // by token of the block
+  Format format;
+  bool by_vectors;
+};
+
 template <class Format>
 __device__ __forceinline__ void insert(const InsertParams& p) {
   using Cursor = typename Format::Cursor;
   using Fragment = typename Format::Fragment;
   constexpr int kRows = tuning::kRowsInFlight;
-  struct Destinations {
-    u8* of_token[tuning::kMaxThreads];
-  };
-  Destinations& destinations = block_shared<Destinations>();
+  InsertShared<Format>& shared = block_shared<InsertShared<Format>>();
 
   const i32 launch_layer = static_cast<i32>(divide(blockIdx.x, p.blocks_per_layer));
   const i32 block = static_cast<i32>(blockIdx.x - launch_layer * p.blocks_per_layer.value);
@@ -110,12 +115,13 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
   u64 loaded_slot = 0;
   if (slot_token < end_token) loaded_slot = load_slot(slots, slot_token, p.slot_bytes);
   const u32 units = Format::units(rows.lora_rank, rows.rope_dim);
-  const bool from_vectors = reads_vectors<Format>(rows) && threadIdx.x < units;
+  const bool from_vectors = reads_vectors<Format>(rows);
   const Cursor cursor(rows, threadIdx.x);
   const i32 row_step = static_cast<i32>(blockDim.y);
   i32 token = first_token + static_cast<i32>(threadIdx.y);
   Fragment fragments[kRows];
   const auto load_rows = [&] {
+    if (!from_vectors || threadIdx.x >= units) return;
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
       if (token + k * row_step < end_token) {
@@ -123,31 +129,37 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
       }
     }
   };
-  if (from_vectors) load_rows();
-  const LayerEntry entry = find_cache(p, launch_layer, layer);
-  const Format format(Format::kLayerScale ? find_scale(p, entry, layer) : 0.0f,
-                      entry.scale_ue8m0 != 0, p.stream_stores != 0);
+  load_rows();
 
   Tally tally = {0, 0, 0, 0};
   if (slot_token < end_token) {
-    destinations.of_token[slot_token - first_token] =
-        claim_row(p, entry, layer, slot_token, slot_of(loaded_slot, p.slot_bytes), tally);
+    const LayerEntry entry = find_cache(p, launch_layer, layer);
+    const i64 slot = slot_of(loaded_slot, p.slot_bytes);
+    shared.destinations[slot_token - first_token] =
+        claim_row(p, entry, layer, slot_token, slot, tally);
+    if (slot_token == first_token) {
+      const Format format(Format::kLayerScale ? find_scale(p, entry, layer) : 0.0f,
+                          entry.scale_ue8m0 != 0, p.stream_stores != 0);
+      shared.format = format;
+      shared.by_vectors = from_vectors && writes_vectors(entry) && format.takes_vectors();
+    }
   }
   __syncthreads();
+  const Format format = shared.format;
 
   // What a row's threads found in it, if statistics are wanted.
-  const auto note_nonfinite = [&](i32 token, u32 before) {
-    if (tally.nonfinite == before || !p.collect_stats) return;
-    const i64 slot = slot_of(load_slot(slots, token, p.slot_bytes), p.slot_bytes);
-    record_first(&p.errors[kErrorNonfinite], layer, token, slot);
+  const auto note_nonfinite = [&](i32 row_token, u32 before) {
+    if (!p.collect_stats || tally.nonfinite == before) return;
+    const i64 slot = slot_of(load_slot(slots, row_token, p.slot_bytes), p.slot_bytes);
+    record_first(&p.errors[kErrorNonfinite], layer, row_token, slot);
   };
-  if (reads_vectors<Format>(rows) && writes_vectors(entry) && format.takes_vectors()) {
+  if (shared.by_vectors) {
     while (token < end_token) {
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
         const i32 row_token = token + k * row_step;
         if (row_token >= end_token) break;
-        u8* destination = destinations.of_token[row_token - first_token];
+        u8* destination = shared.destinations[row_token - first_token];
         if (destination == nullptr) continue;
         const u32 before = tally.nonfinite;
         for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) {
@@ -159,11 +171,11 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
         note_nonfinite(row_token, before);
       }
       token += kRows * row_step;
-      if (from_vectors) load_rows();
+      load_rows();
     }
   } else {
     for (; token < end_token; token += row_step) {
-      u8* destination = destinations.of_token[token - first_token];
+      u8* destination = shared.destinations[token - first_token];
       if (destination == nullptr) continue;
       const u32 before = tally.nonfinite;
       format.store_by_element(rows, token, destination, tally);

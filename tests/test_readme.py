@@ -10,11 +10,12 @@ import io
 import re
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import cupy_mla
+from cupy_mla._cuda.backend import CudaBackend
+from cupy_mla.backends import NumpyBackend
 from cupy_mla.cli import main
 from cupy_mla.layouts import LAYOUT_NAMES
 
@@ -105,77 +106,102 @@ def test_commands_are_one_line(name: str) -> None:
 
 # --- the support table ------------------------------------------------------------------------
 
-COLUMNS = {
-    "16 and 32 bits": ("bfloat16", "float16", "float32"),
-    "flat fp8": ("fp8_e4m3", "fp8_e5m2"),
-    "`fp8_ds_mla`": ("fp8_ds_mla",),
+# Public names that run on no backend.
+NO_OPERATION = {
+    "BackendUnavailable",
+    "CacheAudit",
+    "CacheLayout",
+    "CacheMemory",
+    "CachePolicy",
+    "CompileError",
+    "LayoutField",
+    "__version__",
+    "cache_memory",
+    "get_layout",
+    "register_backend",
+    "select_cache_policy",
+}
+# The method of a backend that an operation comes down to.
+METHODS = {
+    "GroupedCacheWriter.insert": "insert",
+    "GroupedCacheWriter.insert_context": "insert_context",
+    "FusedNormRope": "norm_rope",
+    "audit_cache": "host_rows",
+    "concat_and_cache_mla": "insert",
+    "concat_and_cache_mla_grouped": "insert_grouped",
+    "convert_cache": "convert",
+    "cp_gather_and_upconvert_fp8_kv_cache": "gather",
+    "cp_gather_indexer_k_quant_cache": "gather_indexer",
+    "fused_norm_rope": "norm_rope",
+    "fused_q": "fused_q",
+    "gather_and_maybe_dequant_cache": "gather",
+    "gather_cache": "gather",
+    "indexer_k_quant_and_cache": "insert_indexer",
+    "read_slots": "read_slots",
 }
 
 
-def support() -> dict[tuple[str, str], set[str]]:
-    """(operation, column) -> backends, as README has it."""
+def support() -> dict[str, dict[str, str]]:
+    """operation -> {column: cell}, as README has it."""
     table = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in between(TEXT, "support").splitlines()
     ]
     header, _, *rows = table
-    assert header == ["operation", *COLUMNS]
+    assert header == ["operation", "formats", "NumPy", "CUDA"]
     return {
-        (row[0].strip("`"), column): set(cell.split(", "))
+        operation.strip("`"): dict(zip(header[1:], row[1:], strict=True))
         for row in rows
-        for column, cell in zip(COLUMNS, row[1:], strict=True)
+        for operation in row[0].split(", ")
     }
 
 
-def call_on_numpy(operation: str, name: str) -> None:
-    """Call one operation on NumPy arrays of one format."""
-    layout = cupy_mla.get_layout(name)
+def test_support_table_names_every_operation() -> None:
+    listed = {operation.partition(".")[0] for operation in support()}
+    assert listed == set(cupy_mla.__all__) - NO_OPERATION
+
+
+@pytest.mark.parametrize("operation", list(support()))
+def test_support_table_says_yes_where_the_backend_has_the_operation(operation: str) -> None:
+    method = METHODS[operation]
+    backends = {"NumPy": NumpyBackend, "CUDA": CudaBackend}
+    for name, backend in backends.items():
+        expected = "yes" if hasattr(backend, method) else "no"
+        assert support()[operation][name] == expected, f"{name} and {operation}"
+
+
+def rows_of(layout: cupy_mla.CacheLayout) -> tuple[np.ndarray, np.ndarray]:
     dtype = layout.input_dtypes[0]
-    assert dtype in (ml_dtypes.bfloat16, np.float16, np.float32)
+    return np.ones((1, 2, 512), dtype), np.ones((1, 2, 64), dtype)
+
+
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_all_formats_are_written_and_read_on_numpy(name: str, grouped: bool) -> None:
+    layout = cupy_mla.get_layout(name)
     cache = layout.empty(2, 4)
     cache[:] = 0
-    kv_c, k_pe = np.ones((1, 2, 512), dtype), np.ones((1, 2, 64), dtype)
+    kv_c, k_pe = rows_of(layout)
     slots, scale = np.array([1, 6]), 0.5 if layout.needs_scale else None
-    if operation == "get_layout":
-        return
-    if operation == "concat_and_cache_mla":
-        cupy_mla.concat_and_cache_mla(kv_c[0], k_pe[0], cache, slots, name, scale)
-    elif operation == "GroupedCacheWriter":
+    if grouped:
         scales = [scale] if layout.needs_scale else None
         cupy_mla.GroupedCacheWriter([cache], name, scales).insert(kv_c, k_pe, slots)
-    elif operation == "concat_and_cache_mla_grouped":
-        pointers = np.array([cache.ctypes.data])
-        strides = (cache.strides[0] // cache.itemsize, cache.strides[1] // cache.itemsize)
-        cupy_mla.concat_and_cache_mla_grouped(
-            kv_c, k_pe, pointers, slots, 4, *strides, kv_cache_dtype=name, num_blocks=2
-        )
-    elif operation == "read_slots":
-        cupy_mla.concat_and_cache_mla(kv_c[0], k_pe[0], cache, slots, name, scale)
-        rows = cupy_mla.read_slots(cache, slots, name, scale)
-        assert (rows == 1).all()
-        return
     else:
-        raise AssertionError(f"no call for {operation}")
-    assert cache.any()
+        cupy_mla.concat_and_cache_mla(kv_c[0], k_pe[0], cache, slots, name, scale)
+    rows = cupy_mla.read_slots(cache, np.array([1, 6, 2]), name, scale)
+    assert (rows == [[1], [1], [0]]).all()
 
 
-@pytest.mark.parametrize(("operation", "column"), list(support()))
-def test_support_table_is_right_about_numpy(operation: str, column: str) -> None:
-    backends = support()[operation, column]
-    assert backends <= {"NumPy", "CUDA"}
-    for name in COLUMNS[column]:
-        if "NumPy" in backends:
-            call_on_numpy(operation, name)
-        else:
-            with pytest.raises(TypeError):
-                call_on_numpy(operation, name)
-
-
-def test_support_table_names_every_public_operation() -> None:
-    types = {"CacheLayout", "LayoutField", "CompileError", "BackendUnavailable"}
-    constants = {"LAYOUT_NAMES", "__version__"}
-    public = set(cupy_mla.__all__) - types - constants
-    assert {operation for operation, _ in support()} == public
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
+def test_the_grouped_function_takes_no_numpy_arrays(name: str) -> None:
+    layout = cupy_mla.get_layout(name)
+    cache = layout.empty(2, 4)
+    block, entry = (stride // cache.itemsize for stride in cache.strides[:2])
+    pointers = np.array([cache.ctypes.data])
+    with pytest.raises(TypeError, match="concat_and_cache_mla_grouped"):
+        cupy_mla.concat_and_cache_mla_grouped(
+            *rows_of(layout), pointers, np.array([1, 6]), 4, block, entry, kv_cache_dtype=name
+        )
 
 
 if __name__ == "__main__":

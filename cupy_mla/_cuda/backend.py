@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cupy_mla._arrays import ArrayRef, DeviceId
@@ -13,6 +13,7 @@ from cupy_mla.errors import reject_type
 from . import cupy_device, insert, registry
 from .compiler import load
 from .device import Device
+from .streams import Keeper, hold, wait_for_producers
 from .target import CallTarget, CudaTarget
 
 _backends: dict[int, CudaBackend] = {}
@@ -52,6 +53,8 @@ class CudaBackend:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self._keeper = Keeper(device)
+        self._calls: dict[Any, insert.PreparedInsert] = {}
 
     def _stream(self, operation: str, stream: object, owner: ArrayRef) -> int:
         if stream is None:
@@ -60,6 +63,22 @@ class CudaBackend:
             return self.device.resolve_stream(stream)
         except TypeError as error:
             reject_type(operation, "stream", f"be {error}", repr(stream))
+
+    def _run(
+        self,
+        operation: str,
+        launch: Callable[[int], None],
+        arrays: Iterable[ArrayRef | None],
+        owner: ArrayRef,
+        stream: object,
+    ) -> None:
+        """Launch on the right stream, behind the producers of the arrays."""
+        pointer = self._stream(operation, stream, owner)
+        present = [ref for ref in arrays if ref is not None and ref.ptr]
+        foreign = wait_for_producers(self.device, present, pointer)
+        launch(pointer)
+        if foreign:
+            hold(self.device, self._keeper, foreign, pointer)
 
     def target(
         self,
@@ -76,17 +95,71 @@ class CudaBackend:
         """Make the one entry of a single call."""
         return CallTarget(cache, plan, scale)
 
+    def prepare(self, plan: InsertPlan, target: CudaTarget) -> insert.PreparedInsert:
+        """Prepare the launches of a writer's inserts, once for all arrays that look the same."""
+        prepared = target.prepared.get(plan)
+        if prepared is None:
+            prepared = insert.prepare(self.device, plan, target)
+            _remember(target.prepared, plan, prepared)
+        return prepared
+
     def insert(self, plan: InsertPlan, inputs: InsertInputs, target: Any, stream: object) -> None:
         """Store rows."""
-        pointer = self._stream(plan.operation, stream, target.caches[0])
-        insert.insert(self.device, plan, inputs, target, pointer)
+        kv_c, k_pe, slots = insert.addresses(inputs)
+        if isinstance(target, CallTarget):
+            key = (plan, target.plan)
+            prepared = self._calls.get(key)
+            if prepared is None:
+                prepared = insert.prepare(self.device, plan, target)
+                _remember(self._calls, key, prepared)
+            entry: bytes | None = target.entry.tobytes()
+        else:
+            prepared, entry = self.prepare(plan, target), None
+        rows = prepared
+        listed = inputs.slots if isinstance(inputs.slots, tuple) else (inputs.slots,)
+        self._run(
+            plan.operation,
+            lambda pointer: rows.run(kv_c, k_pe, slots, pointer, entry),
+            (*target.arrays(), inputs.kv_c, inputs.k_pe, *listed),
+            target.caches[0],
+            stream,
+        )
+
+    def ready(
+        self, plan: InsertPlan, inputs: InsertInputs, target: CudaTarget
+    ) -> Callable[[int, int, int], None] | None:
+        """Return what launches with the addresses of kv_c, k_pe and slots alone, if that is all."""
+        if isinstance(inputs.slots, tuple):
+            return None
+        arrays = [*target.arrays(), inputs.kv_c, inputs.slots]
+        arrays += [] if inputs.k_pe is None else [inputs.k_pe]
+        if len({ref.framework for ref in arrays}) > 1 or arrays[0].framework not in (
+            "cupy",
+            "torch",
+        ):
+            return None
+        run = self.prepare(plan, target).run
+        current_stream = self.device.stream_getter(arrays[0].framework)
+
+        def ready(kv_c: int, k_pe: int, slots: int) -> None:
+            run(kv_c, k_pe, slots, current_stream())
+
+        return ready
 
     def insert_grouped(
         self, plan: InsertPlan, inputs: InsertInputs, pointers: GroupedPointers, stream: object
     ) -> None:
         """Store rows in caches that are known by device pointers alone."""
-        pointer = self._stream(plan.operation, stream, inputs.kv_c)
-        insert.insert_grouped(self.device, plan, inputs, pointers, pointer)
+        prepared = insert.prepare_grouped(self.device, plan, pointers)
+        kv_c, k_pe, slots = insert.addresses(inputs)
+        listed = inputs.slots if isinstance(inputs.slots, tuple) else (inputs.slots,)
+        self._run(
+            plan.operation,
+            lambda pointer: prepared.run(kv_c, k_pe, slots, pointer),
+            (inputs.kv_c, inputs.k_pe, *listed, pointers.cache_ptrs, pointers.scales),
+            inputs.kv_c,
+            stream,
+        )
 
     def warmup(self, target: CudaTarget) -> None:
         """Compile what inserts into these layers need, for each input dtype that they take."""
@@ -101,3 +174,13 @@ class CudaBackend:
     def explain(self, groups: Sequence[tuple[int, ...]]) -> str:
         """Say how layers are written."""
         return f"written by {self.device.name}: "
+
+
+#: Plans that are kept ready; a service sees a few dozen shapes, not thousands at a time.
+_MOST_PREPARED = 512
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _MOST_PREPARED:
+        known.clear()
+    known[key] = value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 
 from cupy_mla.errors import BackendUnavailable, CompileError
 
-from .device import Memory
+from .device import Arguments, Memory
 
 Array = np.ndarray[Any, Any]
 
@@ -79,17 +79,6 @@ def device(ordinal: int) -> CupyDevice:
     return CupyDevice(cupy, ordinal)
 
 
-class _Arguments:
-    """A buffer for one structure, and the array of pointers that the driver wants."""
-
-    __slots__ = ("address", "buffer", "pointers")
-
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = ctypes.create_string_buffer(nbytes)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.address = ctypes.addressof(self.pointers)
-
-
 class CupyDevice:
     """A CUDA device, driven by CuPy.
 
@@ -140,15 +129,18 @@ class CupyDevice:
         return int(function.kernel.ptr)
 
     def launch(
-        self, function: Any, grid: int, block: tuple[int, int], arguments: Array, stream: int
+        self, function: Any, grid: int, block: tuple[int, int], arguments: Arguments, stream: int
     ) -> None:
         """Launch a function with one structure as its argument."""
-        packed = _Arguments(arguments.nbytes)
-        ctypes.memmove(packed.buffer, arguments.ctypes.data, arguments.nbytes)
-        with self.current():
+        if self._runtime.getDevice() == self.ordinal and hasattr(self._seen, "context"):
             self._launch_kernel(
-                function, grid, 1, 1, block[0], block[1], 1, 0, stream, packed.address, 0
+                function, grid, 1, 1, block[0], block[1], 1, 0, stream, arguments.address, 0
             )
+        else:
+            with self._entered():
+                self._launch_kernel(
+                    function, grid, 1, 1, block[0], block[1], 1, 0, stream, arguments.address, 0
+                )
 
     def allocate(self, nbytes: int) -> Memory:
         """Allocate memory from the driver, apart from any framework's pool."""
@@ -178,13 +170,46 @@ class CupyDevice:
             )
         return host
 
+    def stream_getter(self, framework: str) -> Callable[[], int]:
+        """Return what finds the current stream of an array framework on this device."""
+        ordinal = self.ordinal
+        if framework == "torch":
+            # torch.cuda.current_stream() builds an object, which takes 8 us.
+            return functools.partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
+        if framework == "cupy":
+            current = self._cupy.cuda.get_current_stream
+            return lambda: int(current(ordinal).ptr)
+        return int  # no notion of a current stream: the default one
+
     def current_stream(self, framework: str) -> int:
         """Return the current stream of an array framework; the default one where it has none."""
-        if framework == "torch":
-            return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(self.ordinal))
-        if framework == "cupy":
-            return int(self._cupy.cuda.get_current_stream(self.ordinal).ptr)
-        return 0
+        return self.stream_getter(framework)()
+
+    def record_event(self, stream: int) -> Any:
+        """Return an event behind what was launched on a stream so far."""
+        with self.current():
+            event = self._cupy.cuda.Event(disable_timing=True)
+            self._runtime.eventRecord(event.ptr, stream)
+        return event
+
+    def event_is_done(self, event: Any) -> bool:
+        """Whether an event has been reached."""
+        return bool(event.done)
+
+    def wait_stream(self, stream: int, producer: int) -> None:
+        """Make a stream wait for what was launched on another so far."""
+        event = self.record_event(producer)
+        with self.current():
+            self._runtime.streamWaitEvent(stream, event.ptr)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream is being captured in a graph."""
+        return stream != 0 and bool(self._runtime.streamIsCapturing(stream))
+
+    def record_torch_stream(self, tensor: Any, stream: int) -> None:
+        """Tell torch's allocator that a tensor is used on a stream that is not torch's."""
+        cuda = sys.modules["torch"].cuda
+        tensor.record_stream(cuda.ExternalStream(stream, device=tensor.device))
 
     def resolve_stream(self, stream: object) -> int:
         """Return the raw pointer of a stream: an int, or CuPy's, torch's, or __cuda_stream__."""

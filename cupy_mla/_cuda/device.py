@@ -6,6 +6,8 @@ same source for the CPU, so that kernels and host launch code run where there is
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +32,30 @@ class Memory:
     ptr: int
     nbytes: int
     owner: Any
+
+
+class Arguments:
+    """One kernel argument: a structure's bytes, and the array of pointers that a driver wants.
+
+    Parameters
+    ----------
+    structure : numpy array of one element
+        What the bytes are at first.
+
+    Attributes
+    ----------
+    buffer : ctypes array of char
+        The bytes; ``struct.pack_into`` may change them between launches.
+    address : int
+        Of an array of one pointer, which points to the buffer.
+    """
+
+    __slots__ = ("_pointers", "address", "buffer")
+
+    def __init__(self, structure: Array) -> None:
+        self.buffer = (ctypes.c_char * structure.nbytes).from_buffer_copy(structure.tobytes())
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.address = ctypes.addressof(self._pointers)
 
 
 class Device(Protocol):
@@ -58,7 +84,7 @@ class Device(Protocol):
         """
 
     def launch(
-        self, function: Any, grid: int, block: tuple[int, int], arguments: Array, stream: int
+        self, function: Any, grid: int, block: tuple[int, int], arguments: Arguments, stream: int
     ) -> None:
         """Launch a function with one structure as its argument, which is copied at once."""
 
@@ -70,6 +96,24 @@ class Device(Protocol):
 
     def download(self, memory: Memory, stream: int) -> Array:
         """Return a copy of memory as uint8, after waiting for the stream."""
+
+    def stream_getter(self, framework: str) -> Callable[[], int]:
+        """Return what finds the current stream of an array framework on this device."""
+
+    def record_event(self, stream: int) -> Any:
+        """Return an event behind what was launched on a stream so far."""
+
+    def event_is_done(self, event: Any) -> bool:
+        """Whether an event has been reached."""
+
+    def wait_stream(self, stream: int, producer: int) -> None:
+        """Make a stream wait for what was launched on another so far."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream is being captured in a graph."""
+
+    def record_torch_stream(self, tensor: Any, stream: int) -> None:
+        """Tell torch's allocator that a tensor is used on a stream that is not torch's."""
 
     def current_stream(self, framework: str) -> int:
         """Return the current stream of an array framework on this device."""

@@ -7,13 +7,17 @@ from typing import NamedTuple
 from .params import INT32_END
 from .registry import Specialisation
 
-#: Threads a block at most; the kernels' ``__launch_bounds__``.
+#: Threads a block at most; the kernels' ``__launch_bounds__`` and the most tokens a block can have.
 MAX_THREADS = 288
 _WARP = 32
 #: More threads than these a row leave too few rows a block; wider rows take several turns.
 _MAX_LANES = 144
-#: Blocks a multiprocessor that are worth more than large blocks.
-_BLOCKS_PER_SM = 2
+
+# Blocks a multiprocessor: a block's preparations pay off over many rows, but only while there are
+# blocks enough for several waves; few rows are rather spread than gathered.
+_MANY_BLOCKS = 16
+_SOME_BLOCKS = 4
+_FEW_BLOCKS = 2
 
 
 class LaunchShape(NamedTuple):
@@ -24,13 +28,16 @@ class LaunchShape(NamedTuple):
     grid : int
         Blocks, along x.
     block : (int, int)
-        Threads a row, and rows.
+        Threads a row, and rows that are stored at a time.
     blocks_per_layer : int
+    block_tokens : int
+        Consecutive tokens of a layer that a block stores.
     """
 
     grid: int
     block: tuple[int, int]
     blocks_per_layer: int
+    block_tokens: int
 
 
 def insert_shape(
@@ -58,26 +65,38 @@ def insert_shape(
     >>> from cupy_mla._cuda import registry
     >>> fp8 = registry.find("insert", "fp8_e4m3", "bfloat16")
     >>> sizes = dict(lora_rank=512, rope_dim=64, sm_count=132)
-    >>> insert_shape(fp8, layers=5, tokens=8192, **sizes)
-    LaunchShape(grid=2560, block=(36, 8), blocks_per_layer=512)
+    >>> insert_shape(fp8, layers=5, tokens=16384, **sizes)
+    LaunchShape(grid=2560, block=(36, 8), blocks_per_layer=512, block_tokens=32)
     >>> insert_shape(fp8, layers=5, tokens=1, **sizes)
-    LaunchShape(grid=5, block=(36, 1), blocks_per_layer=1)
+    LaunchShape(grid=5, block=(36, 1), blocks_per_layer=1, block_tokens=1)
     """
     lanes = _lanes(specialisation, lora_rank, rope_dim)
-    rows = max(1, MAX_THREADS // lanes)
+    rows = min(MAX_THREADS // lanes, tokens)
+    in_flight = specialisation.input.rows_in_flight
 
-    def blocks(rows: int) -> int:
-        return -(-tokens // (rows * specialisation.input.rows_in_flight))
+    def blocks(block_tokens: int) -> int:
+        return layers * -(-tokens // block_tokens)
 
-    # Few rows: spread them over the multiprocessors rather than fill blocks.
-    while rows > 1 and layers * blocks(rows) < _BLOCKS_PER_SM * sm_count:
+    def shape(rows: int, block_tokens: int) -> LaunchShape:
+        grid = blocks(block_tokens)
+        if max(grid, tokens) > INT32_END - 2**16:
+            raise ValueError(f"insert: layers and tokens must fit a grid, got {layers} and {tokens}")
+        return LaunchShape(grid, (lanes, rows), grid // layers, block_tokens)
+
+    choices = (
+        (4 * in_flight, _MANY_BLOCKS),
+        (2 * in_flight, _MANY_BLOCKS),
+        (in_flight, _SOME_BLOCKS),
+        (1, _FEW_BLOCKS),
+    )
+    for turns, enough in choices:
+        # A block's threads look up the slots of all its tokens at once.
+        block_tokens = rows * min(turns, lanes)
+        if blocks(block_tokens) >= enough * sm_count:
+            return shape(rows, block_tokens)
+    while rows > 1 and blocks(rows) < _FEW_BLOCKS * sm_count:
         rows = (rows + 1) // 2
-    per_layer = blocks(rows)
-    if layers * per_layer >= INT32_END:
-        raise ValueError(
-            f"insert: layers times tokens must fit one grid, got {layers} times {tokens}"
-        )
-    return LaunchShape(layers * per_layer, (lanes, rows), per_layer)
+    return shape(rows, rows)
 
 
 def _lanes(specialisation: Specialisation, lora_rank: int, rope_dim: int) -> int:

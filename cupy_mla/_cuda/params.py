@@ -64,6 +64,10 @@ class Struct:
         ]
         return "\n".join(lines) + "\n"
 
+    def offset(self, member: str) -> int:
+        """Return the first byte of a member."""
+        return dict(_members(self.dtype))[member][1]
+
     def zeros(self) -> Array:
         """Return one structure of zeros, as an array of one element."""
         return np.zeros(1, self.dtype)

@@ -105,11 +105,11 @@ class Specialisation:
 
 
 def _copies(name: str, unit: int) -> RowFormat:
-    return RowFormat(name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 2),), unit)
+    return RowFormat(name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 4, 4),), unit)
 
 
 def _flat_fp8(name: str, code: str) -> RowFormat:
-    inputs = (InputTuning("bfloat16", 2, 4), InputTuning("float16", 2, 4), InputTuning("float32", 1))
+    inputs = (InputTuning("bfloat16", 2, 4), InputTuning("float16", 2, 4), InputTuning("float32", 1, 4))
     template = f"FlatFp8Rows<cupy_mla::{code}, {{input}}>"
     return RowFormat(name, "flat_fp8_rows.cuh", template, inputs, 16)
 

@@ -89,9 +89,10 @@ def build(specialisation: Specialisation, layout: CacheLayout) -> Source:
 def _build(specialisation: Specialisation, constants: str) -> Source:
     kernel = specialisation.kernel
     entry = specialisation.entry
-    bounds = f"{geometry.MAX_THREADS}"
+    bounds = "tuning::kMaxThreads"
     if specialisation.input.min_blocks:
-        bounds += f", {specialisation.input.min_blocks}"
+        # Before sm_80 a multiprocessor holds too few threads for so many blocks.
+        bounds += f", __CUDA_ARCH__ >= 800 ? {specialisation.input.min_blocks} : 0"
     checks = "".join(struct.layout_checks() for struct in (*kernel.structs, kernel.params))
     text = (
         f"// cupy_mla: {specialisation}\n"

@@ -88,8 +88,13 @@ class CallTarget:
     def __init__(self, cache: ArrayRef, plan: CachePlan, scale: Scale) -> None:
         self.groups = (LayerGroup(plan.layout, (0,), 0),)
         self.entry = layer_entry(cache.ptr, plan, scale, 0)
+        self.plan = plan
         self.caches = (cache,)
-        self.scale = scale
+        self._scale = scale
+
+    def arrays(self) -> list[ArrayRef]:
+        """Return what a kernel reads or writes through this target."""
+        return [*self.caches, *([self._scale] if isinstance(self._scale, ArrayRef) else [])]
 
 
 class CudaTarget:
@@ -126,6 +131,8 @@ class CudaTarget:
         self._errors = device.allocate(len(params.ERROR_KINDS) * params.ERROR_RECORD.dtype.itemsize)
         self.entry = params.LAYER_ENTRY.zeros()
         self.caches, self._plans, self._scales = tuple(caches), tuple(plans), tuple(scales)
+        #: Launches by plan, and the writer's shortcut to them.
+        self.prepared: dict[Any, Any] = {}
         self._write_table()
         zeros = np.zeros(max(self._counters.nbytes, self._errors.nbytes), np.uint8)
         for memory in (self._counters, self._errors):
@@ -145,6 +152,10 @@ class CudaTarget:
     def errors_ptr(self) -> int:
         """Address of the error records."""
         return self._errors.ptr
+
+    def arrays(self) -> list[ArrayRef]:
+        """Return what a kernel reads or writes through this target."""
+        return [*self.caches, *(ref for ref in self._scales if isinstance(ref, ArrayRef))]
 
     def stream(self) -> int:
         """Return the current stream of the framework that owns the caches."""

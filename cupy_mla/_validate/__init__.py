@@ -14,8 +14,9 @@ from .convert import convert
 from .gather import gather, gather_indexer
 from .grouped import grouped
 from .indexer import indexer_insert
-from .insert import insert_inputs, storable
+from .insert import insert_inputs, row_sizes, storable
 from .norm_rope import LayerArguments, StepArguments, norm_rope_layer, norm_rope_step
+from .operands import number
 from .query import QueryArguments, fused_q
 from .read import read_slots
 from .scales import call_scale, writer_scales
@@ -39,7 +40,9 @@ __all__ = [
     "integer",
     "norm_rope_layer",
     "norm_rope_step",
+    "number",
     "read_slots",
+    "row_sizes",
     "same_device",
     "storable",
     "writer_scales",

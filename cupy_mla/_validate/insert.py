@@ -23,6 +23,32 @@ from .checks import (
 )
 
 
+def row_sizes(
+    operation: str, kv_c: ArrayRef, k_pe: ArrayRef | None, shape: str
+) -> tuple[int, int]:
+    """Return kv_lora_rank and rope_dim of rows, whose layout is found by them.
+
+    Parameters
+    ----------
+    operation : str
+        For messages.
+    kv_c, k_pe : ArrayRef
+    shape : str
+        The shape they must have, with ``{}`` for the last axis.
+    """
+    axes = shape.count(",") + 1
+    for argument, symbol, ref in (("kv_c", "R", kv_c), ("k_pe", "P", k_pe)):
+        if ref is not None and (ref.ndim != axes or (ref is kv_c and ref.shape[-1] < 1)):
+            reject_value(
+                operation,
+                argument,
+                f"have shape {shape.format(symbol)}",
+                shape_text(ref.shape),
+            )
+    check_dtype(operation, "kv_c", kv_c, dtypes.INPUT_DTYPES)
+    return kv_c.shape[-1], 0 if k_pe is None else k_pe.shape[-1]
+
+
 def insert_inputs(
     operation: str,
     kv_c: Any,
@@ -86,6 +112,7 @@ def insert_inputs(
         _layer_token_strides(pe_ref) if pe_ref is not None else (0, 0),
         slot_strides,
         slot_dtype,
+        isinstance(slots, tuple),
     )
     return plan, InsertInputs(kv_ref, pe_ref, slots)
 

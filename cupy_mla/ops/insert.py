@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_mla import _validate, backends
-from cupy_mla._arrays import CPU, ArrayRef
+from cupy_mla._arrays import CPU
 from cupy_mla.layouts import CacheLayout
 
 __all__ = ["concat_and_cache_mla", "concat_and_cache_mla_grouped"]
@@ -74,8 +74,9 @@ def concat_and_cache_mla(
     operation = "concat_and_cache_mla"
     rows = _validate.array(operation, "kv_c", kv_c)
     rotary = None if k_pe is None else _validate.array(operation, "k_pe", k_pe)
+    sizes = _validate.row_sizes(operation, rows, rotary, "[T, {}]")
     cache, cache_plan = _validate.cache(
-        operation, "kv_cache", kv_cache, kv_cache_dtype, _sizes(rows, rotary), scale_format
+        operation, "kv_cache", kv_cache, kv_cache_dtype, sizes, scale_format
     )
     device = cache.device or rows.device or CPU
     plan, inputs = _validate.insert_inputs(
@@ -95,12 +96,6 @@ def concat_and_cache_mla(
     backend = backends.for_device(device)
     target = backend.call_target(cache, cache_plan, layer_scale)
     backend.insert(plan, inputs, target, stream)
-
-
-def _sizes(kv_c: ArrayRef, k_pe: ArrayRef | None) -> tuple[int, int]:
-    """Return kv_lora_rank and rope_dim as the inputs have them (their shapes are checked later)."""
-    rank = kv_c.shape[-1] if kv_c.ndim else 0
-    return max(rank, 1), k_pe.shape[-1] if k_pe is not None and k_pe.ndim else 0
 
 
 def concat_and_cache_mla_grouped(
@@ -159,6 +154,7 @@ def concat_and_cache_mla_grouped(
     operation = "concat_and_cache_mla_grouped"
     rows = _validate.array(operation, "kv_c", kv_c)
     rotary = None if k_pe is None else _validate.array(operation, "k_pe", k_pe)
+    sizes = _validate.row_sizes(operation, rows, rotary, "[L, T, {}]")
     pointers = _validate.grouped(
         operation,
         rows,
@@ -170,7 +166,7 @@ def concat_and_cache_mla_grouped(
         kv_cache_dtype,
         num_blocks,
         scale_format,
-        _sizes(rows, rotary),
+        sizes,
     )
     device = pointers.cache_ptrs.device or rows.device
     if device is None:  # no layer and no token: nothing to store

@@ -1,0 +1,202 @@
+"""What GroupedCacheWriter.from_layers takes from a model's attention layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import _validate, dtypes
+from ._arrays import ArrayRef
+from .errors import reject_type, reject_value
+from .layouts import CacheLayout, build_layout, canonical_name, check_sizes
+
+_OPERATION = "from_layers"
+
+#: Where a layer, or its ``self_attn``, has what is needed: dotted paths, the first one found wins.
+ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    "kv_cache": ("kv_cache",),
+    "kv_cache_dtype": ("kv_cache_dtype",),
+    "k_scale": ("k_scale", "_k_scale"),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "rope_dim": ("rope_dim", "qk_rope_head_dim"),
+    "norm_weight": ("kv_a_layernorm.weight",),
+    "norm_eps": ("kv_a_layernorm.variance_epsilon", "kv_a_layernorm.eps"),
+    "cos_sin_cache": ("rotary_emb.cos_sin_cache",),
+    "is_neox": ("rotary_emb.is_neox_style",),
+}
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What `insert_context` uses where its caller gives no weight or no table.
+
+    Attributes
+    ----------
+    norm_weight : ArrayRef or None
+        ``[L, R]``, a copy of the layers' weights.
+    eps : float
+        Of all layers' norms.
+    cos_sin_cache : array or None
+        Table of the first layer, as it is.
+    is_neox : bool
+    """
+
+    norm_weight: ArrayRef | None
+    eps: float
+    cos_sin_cache: Any
+    is_neox: bool
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What was found in a model's layers, one entry a layer in each list."""
+
+    caches: list[Any]
+    cache_dtypes: list[Any]
+    scales: list[Any]
+    kv_lora_rank: int
+    rope_dim: int
+    norm_weights: list[ArrayRef] | None
+    eps: float
+    cos_sin_cache: Any
+    is_neox: bool
+
+
+def read(layers: Iterable[Any], attributes: Mapping[str, str] | None) -> Layers:
+    """Take caches, dtypes, scales, sizes and norms out of layers, without copying anything.
+
+    Parameters
+    ----------
+    layers : iterable of objects
+    attributes : mapping or None
+        Dotted paths that replace those of `ATTRIBUTES`, by the names there.
+    """
+    found = list(layers)
+    if not found:
+        reject_value(_OPERATION, "layers", "have at least one layer", "none")
+    paths = dict(ATTRIBUTES)
+    for name, path in (attributes or {}).items():
+        if name not in ATTRIBUTES:
+            known = ", ".join(ATTRIBUTES)
+            reject_value(_OPERATION, "attributes", f"have keys among {known}", repr(name))
+        paths[name] = (path,)
+    rank, rope = _shared_sizes(found, paths)
+    names = [_get(layer, paths["kv_cache_dtype"], "auto") for layer in found]
+    weights, eps = _norms(found, paths, rank)
+    return Layers(
+        [_cache(layer, number, paths) for number, layer in enumerate(found)],
+        names,
+        [
+            _scale(layer, number, paths, name, (rank, rope))
+            for number, (layer, name) in enumerate(zip(found, names, strict=True))
+        ],
+        rank,
+        rope,
+        weights,
+        eps,
+        _get(found[0], paths["cos_sin_cache"], None) if rope else None,
+        bool(_get(found[0], paths["is_neox"], False)),
+    )
+
+
+def _get(layer: Any, paths: Sequence[str], default: Any = _MISSING) -> Any:
+    """Return the first attribute that the layer or its ``self_attn`` has."""
+    for root in (layer, getattr(layer, "self_attn", None)):
+        for path in paths:
+            value = root
+            for name in path.split("."):
+                value = getattr(value, name, _MISSING)
+            if value is not _MISSING:
+                return value
+    return default
+
+
+def _need(layer: Any, number: int, paths: Mapping[str, Sequence[str]], name: str) -> Any:
+    value = _get(layer, paths[name])
+    if value is _MISSING:
+        places = " or ".join(paths[name])
+        reject_type(
+            _OPERATION,
+            f"layers[{number}]",
+            f"have the attribute {places} (see the argument attributes)",
+            f"{type(layer).__name__} without it",
+        )
+    return value
+
+
+def _cache(layer: Any, number: int, paths: Mapping[str, Sequence[str]]) -> Any:
+    value = _need(layer, number, paths, "kv_cache")
+    # Some engines keep a list with the one cache of each pipeline stage.
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+
+def _shared_sizes(layers: Sequence[Any], paths: Mapping[str, Sequence[str]]) -> tuple[int, int]:
+    sizes = [
+        check_sizes(
+            f"{_OPERATION}: layer {number}",
+            _need(layer, number, paths, "kv_lora_rank"),
+            _need(layer, number, paths, "rope_dim"),
+        )
+        for number, layer in enumerate(layers)
+    ]
+    for number, (rank, rope) in enumerate(sizes):
+        for name, own, first in (
+            ("kv_lora_rank", rank, sizes[0][0]),
+            ("rope_dim", rope, sizes[0][1]),
+        ):
+            if own != first:
+                _reject_different(number, name, first, own)
+    return sizes[0]
+
+
+def _reject_different(number: int, name: str, first: object, own: object) -> None:
+    reject_value(_OPERATION, f"layers[{number}]", f"have the {name} of layer 0 ({first})", own)
+
+
+def _scale(
+    layer: Any,
+    number: int,
+    paths: Mapping[str, Sequence[str]],
+    cache_dtype: Any,
+    sizes: tuple[int, int],
+) -> Any:
+    """Return the layer's scale, None where its layout has none of its own."""
+    layout = cache_dtype
+    if not isinstance(layout, CacheLayout):
+        name = canonical_name(f"{_OPERATION}: layer {number}", layout)
+        if name == "auto":
+            return None
+        layout = build_layout(f"{_OPERATION}: layer {number}", name, *sizes, "float32")
+    return _need(layer, number, paths, "k_scale") if layout.needs_scale else None
+
+
+def _norms(
+    layers: Sequence[Any], paths: Mapping[str, Sequence[str]], rank: int
+) -> tuple[list[ArrayRef] | None, float]:
+    """Return the norms' weights and their one eps; None where no layer has a norm."""
+    if all(_get(layer, paths["norm_weight"]) is _MISSING for layer in layers):
+        return None, 0.0
+    weights: list[ArrayRef] = []
+    numbers: list[float] = []
+    for number, layer in enumerate(layers):
+        where = f"layers[{number}]"
+        ref = _validate.array(_OPERATION, where, _need(layer, number, paths, "norm_weight"))
+        if ref.shape != (rank,):
+            reject_value(
+                _OPERATION, where, f"have a norm weight of shape [{rank}]", list(ref.shape)
+            )
+        if ref.dtype not in dtypes.INPUT_DTYPES:
+            names = " or ".join(dtype.name for dtype in dtypes.INPUT_DTYPES)
+            reject_type(_OPERATION, where, f"have a norm weight of {names}", ref.dtype.name)
+        if weights and ref.dtype != weights[0].dtype:
+            first = weights[0].dtype.name
+            reject_type(_OPERATION, where, f"have a norm weight of {first} as layer 0", ref.dtype)
+        eps = _validate.number(_OPERATION, where, _need(layer, number, paths, "norm_eps"), least=0)
+        if numbers and eps != numbers[0]:
+            _reject_different(number, "eps", numbers[0], eps)
+        weights.append(ref)
+        numbers.append(eps)
+    return weights, numbers[0]
