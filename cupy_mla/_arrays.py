@@ -31,6 +31,10 @@ class DeviceId:
 CPU = DeviceId("cpu", 0)
 
 
+class UnusableArray(TypeError):
+    """An array that cannot be read where it lies; its arguments are what is expected, and got."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayRef:
     """A strided array in host or device memory.
@@ -212,7 +216,7 @@ def _torch_dtype(dtype: Any) -> DType:
     if found is None:
         found = dtypes.named(str(dtype).partition(".")[2])
         if found is None:
-            raise TypeError(f"torch dtype {dtype} has no NumPy or ml_dtypes equivalent")
+            raise UnusableArray("have a dtype that NumPy or ml_dtypes has too", dtype)
         _TORCH_DTYPES[dtype] = found
     return found
 
@@ -222,7 +226,11 @@ def _from_torch(obj: Any) -> ArrayRef | None:
         return None
     device = obj.device
     if device.type not in ("cpu", "cuda") or str(obj.layout) != "torch.strided":
-        raise TypeError(f"a strided torch tensor on cpu or cuda, not {obj.layout} on {device}")
+        got = f"a {obj.layout} tensor on {device}"
+        raise UnusableArray("be a strided torch tensor on cpu or cuda", got)
+    if obj.is_neg() or obj.is_conj():
+        got = "a view that negates or conjugates when it is read"
+        raise UnusableArray("lie in memory as its values are (see torch.resolve_neg)", got)
     dtype = _torch_dtype(obj.dtype)
     return ArrayRef(
         obj,
@@ -242,9 +250,9 @@ def _from_jax(obj: Any) -> ArrayRef | None:
     try:
         platforms = {device.platform for device in obj.devices()}
     except Exception as error:
-        raise TypeError("a concrete JAX array, not a tracer") from error
+        raise UnusableArray("be a concrete JAX array", "a tracer") from error
     if platforms != {"cpu"}:
-        return _as_read_only(_from_dlpack(obj), "jax")
+        return _as_read_only(_from_protocol(obj), "jax")
     host = np.asarray(obj)
     return _as_read_only(_from_numpy(host), "jax")
 
@@ -266,7 +274,8 @@ def _from_protocol(obj: Any) -> ArrayRef | None:
         if interface is not None:
             return _from_interface(obj, interface, on_device)
     if failure is not None:
-        raise TypeError(f"an array that its framework can export ({failure})") from failure
+        got = f"an array that cannot be exported ({failure})"
+        raise UnusableArray("be an array that its framework exports", got) from failure
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from . import _validate, dtypes
 from ._arrays import ArrayRef
@@ -50,6 +50,15 @@ class LayerContext:
     is_neox: bool
 
 
+NO_CONTEXT = LayerContext(None, 0.0, None, False)
+
+
+class _Stacks(Protocol):
+    """A backend, which can copy vectors into one array."""
+
+    def stack(self, rows: Sequence[ArrayRef]) -> ArrayRef: ...
+
+
 @dataclass(frozen=True)
 class Layers:
     """What was found in a model's layers, one entry a layer in each list."""
@@ -63,6 +72,11 @@ class Layers:
     eps: float
     cos_sin_cache: Any
     is_neox: bool
+
+    def context(self, backend: _Stacks) -> LayerContext:
+        """Copy the norms' weights, so that the layers may change or go."""
+        weight = None if self.norm_weights is None else backend.stack(self.norm_weights)
+        return LayerContext(weight, self.eps, self.cos_sin_cache, self.is_neox)
 
 
 def read(layers: Iterable[Any], attributes: Mapping[str, str] | None) -> Layers:

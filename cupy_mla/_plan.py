@@ -104,6 +104,20 @@ class InsertInputs:
     k_pe: ArrayRef | None
     slots: ArrayRef | tuple[ArrayRef | None, ...]
 
+    def addresses(self) -> tuple[int, int, Any]:
+        """Return where the arrays lie: 0 for none, a tuple for slots a layer."""
+        slots: Any
+        if isinstance(self.slots, tuple):
+            slots = tuple(0 if ref is None else ref.ptr for ref in self.slots)
+        else:
+            slots = self.slots.ptr
+        return self.kv_c.ptr, 0 if self.k_pe is None else self.k_pe.ptr, slots
+
+    def arrays(self) -> list[ArrayRef]:
+        """Return the arrays there are."""
+        slots = self.slots if isinstance(self.slots, tuple) else (self.slots,)
+        return [ref for ref in (self.kv_c, self.k_pe, *slots) if ref is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedPointers:

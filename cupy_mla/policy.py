@@ -82,6 +82,15 @@ class CachePolicy:
         What to give `fused_q` as ``quantize_mqa``.
     cache_needs_fp8_view : bool
         Whether the backend wants the byte cache seen as float8_e4m3fn.
+
+    Examples
+    --------
+    >>> from cupy_mla import select_cache_policy
+    >>> policy = select_cache_policy("fp8", "flashinfer_sparse")
+    >>> policy.fp8_query, policy.cache_needs_fp8_view, policy.layout.row_bytes
+    (True, True, 576)
+    >>> policy.mqa_query("ql_nope", "mqa_q")
+    'mqa_q'
     """
 
     backend: str

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from . import _arrays, _validate, backends
+from . import _arrays, _layers, _validate, backends
 from ._arrays import CPU, ArrayRef, DeviceId
 from ._plan import CachePlan, InsertInputs, InsertPlan, Target
 from .errors import reject_type, reject_value
@@ -107,6 +107,75 @@ class GroupedCacheWriter:
             caches, plans, scales, collect_stats=self._collect_stats
         )
         self._ready: dict[Any, Callable[[int, int, int], None]] = {}
+        self._context = _layers.NO_CONTEXT
+
+    @classmethod
+    def from_layers(
+        cls,
+        layers: Iterable[Any],
+        *,
+        attributes: Mapping[str, str] | None = None,
+        scale_format: str = "float32",
+        collect_stats: bool = False,
+    ) -> GroupedCacheWriter:
+        """Make a writer for the caches of a model's attention layers.
+
+        A layer, or its ``self_attn``, has ``kv_cache``, ``kv_cache_dtype`` ("auto" where it is
+        missing), ``kv_lora_rank``, ``rope_dim`` or ``qk_rope_head_dim``, and for flat fp8
+        ``k_scale`` or ``_k_scale``. For `insert_context` it may have ``kv_a_layernorm`` with
+        ``weight`` and ``variance_epsilon`` or ``eps``, and ``rotary_emb`` with ``cos_sin_cache``
+        and ``is_neox_style``.
+
+        Parameters
+        ----------
+        layers : iterable of L objects
+            All of one kv_lora_rank, rope_dim and eps.
+        attributes : mapping of str to str, optional
+            Where else a layer has something, as dotted paths: ``{"kv_cache": "mla.cache"}``. Keys
+            are ``kv_cache``, ``kv_cache_dtype``, ``k_scale``, ``kv_lora_rank``, ``rope_dim``,
+            ``norm_weight``, ``norm_eps``, ``cos_sin_cache`` and ``is_neox``.
+        scale_format : {"float32", "ue8m0"}
+            How ``fp8_ds_mla`` rounds its tiles' scales.
+        collect_stats : bool
+            As for the constructor.
+
+        Returns
+        -------
+        GroupedCacheWriter
+            Scales on the caches' device are referenced, other ones copied, as by the constructor.
+            Norm weights are copied; the first layer's RoPE table is referenced.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For a layer that lacks something or does not go with the first one; the message names
+            the layer.
+
+        Examples
+        --------
+        >>> from types import SimpleNamespace
+        >>> import numpy as np
+        >>> from cupy_mla import GroupedCacheWriter, get_layout
+        >>> layers = [
+        ...     SimpleNamespace(
+        ...         kv_cache=get_layout("fp8").empty(4, 16), kv_cache_dtype="fp8", k_scale=scale,
+        ...         kv_lora_rank=512, qk_rope_head_dim=64)
+        ...     for scale in (0.5, 2.0)]
+        >>> GroupedCacheWriter.from_layers(layers).kv_scales
+        (0.5, 2.0)
+        """
+        found = _layers.read(layers, attributes)
+        writer = cls(
+            found.caches,
+            found.cache_dtypes,
+            found.scales,
+            kv_lora_rank=found.kv_lora_rank,
+            rope_dim=found.rope_dim,
+            scale_format=scale_format,
+            collect_stats=collect_stats,
+        )
+        writer._context = found.context(writer._backend)
+        return writer
 
     @property
     def kv_scales(self) -> Any:
@@ -182,6 +251,97 @@ class GroupedCacheWriter:
         )
         _validate.storable(plan, self.layouts, "kv_c")
         return _BoundInsert(self._backend, plan, inputs, self._target)
+
+    def insert_context(
+        self,
+        kv: Any,
+        positions: Any,
+        slot_mapping: Any,
+        norm_weight: Any,
+        cos_sin_cache: Any,
+        *,
+        eps: float = 1e-6,
+        is_neox: bool = False,
+        rounding: str = "fused",
+        stream: Any = None,
+    ) -> None:
+        """Norm and rotate one projection for all layers, and store it in each layer's cache.
+
+        Parameters
+        ----------
+        kv : array [T', L, R + P] or [T', L * (R + P)]
+            Latent and rotary parts as a projection makes them, bfloat16, float16 or float32; rows
+            behind the T-th are padding.
+        positions : int32 or int64 array [T'], or None
+            Row of the RoPE table for each token; None where rope_dim is 0.
+        slot_mapping : array [T] or [L, T], list of L arrays [T], or None
+            As for `insert`.
+        norm_weight : array [L, R], or None
+            Weight of each layer's RMSNorm, bfloat16, float16 or float32. None takes those of the
+            layers that the writer was made from, and their eps in place of `eps`.
+        cos_sin_cache : array [positions, P], or None
+            Rows ``[cos half | sin half]``, bfloat16, float16 or float32; None where rope_dim is
+            0. Else None takes that of the layers that the writer was made from, and their style
+            in place of `is_neox`.
+        eps : float
+        is_neox : bool
+            Rotates pairs (i, i + P/2) where true, else pairs (2i, 2i + 1).
+        rounding : {"fused", "staged"}
+            ``fused`` rounds once, to what is stored. ``staged`` rounds to the dtype of `kv` after
+            the norm and after RoPE as well, as separate operations do.
+        stream : object, optional
+            A stream of the caches' device; None for host arrays.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For arrays that do not fit; nothing is written.
+
+        Notes
+        -----
+        The arithmetic is that of `fused_norm_rope`. The row of a token whose position is not in
+        the table is not stored, and counted as ``positions_out_of_range``; where its slot is not
+        in the cache either, that alone is counted. With `collect_stats`, NaN, Inf and saturated
+        elements are counted among the values that are stored, before their last rounding.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cupy_mla import GroupedCacheWriter, read_slots
+        >>> caches = [np.zeros((1, 4, 6), np.float32) for _ in range(2)]
+        >>> writer = GroupedCacheWriter(caches, kv_lora_rank=4, rope_dim=2)
+        >>> table = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)  # angles 0 and 90 degrees
+        >>> weight = np.array([[1.0] * 4, [2.0] * 4], np.float32)
+        >>> kv = np.full((1, 2, 6), 3.0, np.float32)
+        >>> writer.insert_context(kv, np.array([1]), np.array([2]), weight, table)
+        >>> read_slots(caches[1], np.array([2])).round(3)
+        array([[ 2.,  2.,  2.,  2., -3.,  3.]], dtype=float32)
+        """
+        if slot_mapping is None:
+            return
+        own = self._context
+        if norm_weight is None and own.norm_weight is not None:
+            norm_weight, eps = own.norm_weight, own.eps
+        if cos_sin_cache is None and own.cos_sin_cache is not None:
+            cos_sin_cache, is_neox = own.cos_sin_cache, own.is_neox
+        plan, inputs = _validate.context(
+            "insert_context",
+            kv,
+            positions,
+            slot_mapping,
+            norm_weight,
+            cos_sin_cache,
+            eps=eps,
+            is_neox=is_neox,
+            rounding_rule=rounding,
+            num_layers=self.num_layers,
+            sizes=self._sizes,
+            device=self._device,
+        )
+        _validate.storable(plan, self.layouts, "kv")
+        if plan.device.kind == "cpu":
+            _validate.host_stream(plan.operation, stream)
+        self._backend.insert_context(plan, inputs, self._target, stream)
 
     def rebind(self, kv_caches: Sequence[Any]) -> None:
         """Write to other caches from now on: bound callables and captured graphs follow.
@@ -292,8 +452,12 @@ class _BoundInsert:
         self._backend, self._plan, self._inputs, self._target = backend, plan, inputs, target
         #: Launches with the addresses of arrays that look the same, where nothing else is to do.
         self.ready = backend.ready(plan, inputs, target)
+        self._addresses = inputs.addresses() if self.ready is not None else (0, 0, 0)
 
     def __call__(self, stream: Any = None) -> None:
+        if stream is None and self.ready is not None:
+            self.ready(*self._addresses)
+            return
         if self._plan.device.kind == "cpu":
             _validate.host_stream(self._plan.operation, stream)
         self._backend.insert(self._plan, self._inputs, self._target, stream)

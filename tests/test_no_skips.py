@@ -33,6 +33,7 @@ def run(folder: Path, body: str, *options: str, file: str = "test_one.py") -> tu
     (folder / file).write_text(f"import pytest\n{body}\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(PLUGIN_FOLDER)
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # starts in a third of the time
     command = [sys.executable, "-m", "pytest", "-p", "no_skips", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *options], cwd=folder, env=environment, capture_output=True, text=True
@@ -61,7 +62,7 @@ def test_a_module_in_tests_gpu_may_skip_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["call", "module"])
 def test_workers_report_their_skips(tmp_path: Path, kind: str) -> None:
-    status, output = run(tmp_path, SKIPS[kind], "--fail-on-skip", "-n", "2")
+    status, output = run(tmp_path, SKIPS[kind], "--fail-on-skip", "-p", "xdist", "-n", "2")
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert "test_one.py" in output.partition("not allowed here")[2]
 

@@ -68,17 +68,17 @@ class CudaBackend:
         self,
         operation: str,
         launch: Callable[[int], None],
-        arrays: Iterable[ArrayRef | None],
+        arrays: Iterable[ArrayRef],
         owner: ArrayRef,
         stream: object,
     ) -> None:
         """Launch on the right stream, behind the producers of the arrays."""
         pointer = self._stream(operation, stream, owner)
-        present = [ref for ref in arrays if ref is not None and ref.ptr]
+        present = [ref for ref in arrays if ref.ptr]
         foreign = wait_for_producers(self.device, present, pointer)
         launch(pointer)
         if foreign:
-            hold(self.device, self._keeper, foreign, pointer)
+            hold(self.device, self._keeper, foreign, stream, pointer)
 
     def target(
         self,
@@ -105,7 +105,7 @@ class CudaBackend:
 
     def insert(self, plan: InsertPlan, inputs: InsertInputs, target: Any, stream: object) -> None:
         """Store rows."""
-        kv_c, k_pe, slots = insert.addresses(inputs)
+        kv_c, k_pe, slots = inputs.addresses()
         if isinstance(target, CallTarget):
             key = (plan, target.plan)
             prepared = self._calls.get(key)
@@ -116,11 +116,10 @@ class CudaBackend:
         else:
             prepared, entry = self.prepare(plan, target), None
         rows = prepared
-        listed = inputs.slots if isinstance(inputs.slots, tuple) else (inputs.slots,)
         self._run(
             plan.operation,
             lambda pointer: rows.run(kv_c, k_pe, slots, pointer, entry),
-            (*target.arrays(), inputs.kv_c, inputs.k_pe, *listed),
+            [*target.arrays(), *inputs.arrays()],
             target.caches[0],
             stream,
         )
@@ -131,8 +130,7 @@ class CudaBackend:
         """Return what launches with the addresses of kv_c, k_pe and slots alone, if that is all."""
         if isinstance(inputs.slots, tuple):
             return None
-        arrays = [*target.arrays(), inputs.kv_c, inputs.slots]
-        arrays += [] if inputs.k_pe is None else [inputs.k_pe]
+        arrays = [*target.arrays(), *inputs.arrays()]
         if len({ref.framework for ref in arrays}) > 1 or arrays[0].framework not in (
             "cupy",
             "torch",
@@ -151,12 +149,15 @@ class CudaBackend:
     ) -> None:
         """Store rows in caches that are known by device pointers alone."""
         prepared = insert.prepare_grouped(self.device, plan, pointers)
-        kv_c, k_pe, slots = insert.addresses(inputs)
-        listed = inputs.slots if isinstance(inputs.slots, tuple) else (inputs.slots,)
+        kv_c, k_pe, slots = inputs.addresses()
         self._run(
             plan.operation,
             lambda pointer: prepared.run(kv_c, k_pe, slots, pointer),
-            (inputs.kv_c, inputs.k_pe, *listed, pointers.cache_ptrs, pointers.scales),
+            [
+                *inputs.arrays(),
+                pointers.cache_ptrs,
+                *([pointers.scales] if pointers.scales else []),
+            ],
             inputs.kv_c,
             stream,
         )

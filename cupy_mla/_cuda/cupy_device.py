@@ -206,10 +206,12 @@ class CupyDevice:
         """Whether a stream is being captured in a graph."""
         return stream != 0 and bool(self._runtime.streamIsCapturing(stream))
 
-    def record_torch_stream(self, tensor: Any, stream: int) -> None:
-        """Tell torch's allocator that a tensor is used on a stream that is not torch's."""
-        cuda = sys.modules["torch"].cuda
-        tensor.record_stream(cuda.ExternalStream(stream, device=tensor.device))
+    def record_torch_stream(self, tensor: Any, stream: object) -> bool:
+        """Tell torch's allocator that a tensor is used on a stream, if that is one of torch's."""
+        own = type(stream) is sys.modules["torch"].cuda.Stream
+        if own:
+            tensor.record_stream(stream)
+        return own
 
     def resolve_stream(self, stream: object) -> int:
         """Return the raw pointer of a stream: an int, or CuPy's, torch's, or __cuda_stream__."""

@@ -112,8 +112,8 @@ class Device(Protocol):
     def is_capturing(self, stream: int) -> bool:
         """Whether a stream is being captured in a graph."""
 
-    def record_torch_stream(self, tensor: Any, stream: int) -> None:
-        """Tell torch's allocator that a tensor is used on a stream that is not torch's."""
+    def record_torch_stream(self, tensor: Any, stream: object) -> bool:
+        """Tell torch's allocator that a tensor is used on a stream, if that is one of torch's."""
 
     def current_stream(self, framework: str) -> int:
         """Return the current stream of an array framework on this device."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_mla._plan import GroupedPointers, InsertInputs, InsertPlan
+from cupy_mla._plan import GroupedPointers, InsertPlan
 
 from . import params, registry
 from .compiler import load
@@ -120,16 +120,6 @@ class PreparedInsert:
         """
         for launch in self._launches:
             launch.run(self._device, kv_c, k_pe, slots, entry, stream)
-
-
-def addresses(inputs: InsertInputs) -> tuple[int, int, int | tuple[int, ...]]:
-    """Return the addresses of a step's arrays, as `PreparedInsert.run` takes them."""
-    slots: int | tuple[int, ...]
-    if isinstance(inputs.slots, tuple):
-        slots = tuple(0 if ref is None else ref.ptr for ref in inputs.slots)
-    else:
-        slots = inputs.slots.ptr
-    return inputs.kv_c.ptr, 0 if inputs.k_pe is None else inputs.k_pe.ptr, slots
 
 
 def prepare(device: Device, plan: InsertPlan, target: CudaTarget | CallTarget) -> PreparedInsert:

@@ -84,13 +84,18 @@ def export_to(owner: Any, stream: int) -> None:
     exporter.__dlpack__(stream=stream or _LEGACY_DEFAULT)
 
 
-def hold(device: Device, keeper: Keeper, foreign: list[ArrayRef], stream: int) -> None:
-    """See to it that arrays made elsewhere outlive their use on a stream."""
+def hold(
+    device: Device, keeper: Keeper, foreign: list[ArrayRef], stream: object, pointer: int
+) -> None:
+    """See to it that arrays made elsewhere outlive their use on a stream.
+
+    torch's allocator may only be told of torch's own streams, which live as long as the process:
+    it records an event on the stream when the tensor goes, and a stream that is gone by then ends
+    the program. All other arrays, and tensors on other streams, are kept here.
+    """
     owners = []
     for ref in foreign:
-        if ref.framework == "torch":
-            device.record_torch_stream(ref.owner, stream)
-        else:
+        if not (ref.framework == "torch" and device.record_torch_stream(ref.owner, stream)):
             owners.append(ref.owner)
     if owners:
-        keeper.keep(owners, stream)
+        keeper.keep(owners, pointer)

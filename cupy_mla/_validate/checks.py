@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_mla import dtypes
-from cupy_mla._arrays import ArrayRef, DeviceId, describe, memory_view
+from cupy_mla._arrays import ArrayRef, DeviceId, UnusableArray, describe, memory_view
 from cupy_mla.dtypes import DType
 from cupy_mla.errors import reject_type, reject_value
 
@@ -17,8 +17,9 @@ def array(operation: str, argument: str, obj: Any) -> ArrayRef:
     """Return `obj` as an array, or raise a TypeError that names what it is instead."""
     try:
         ref = describe(obj)
-    except TypeError as error:
-        raise TypeError(f"{operation}: {argument} must be {error}") from error
+    except UnusableArray as unusable:
+        expected, got = unusable.args
+        reject_type(operation, argument, expected, got)
     if ref is None:
         reject_type(
             operation,
@@ -38,6 +39,17 @@ def check_unit_stride(operation: str, argument: str, ref: ArrayRef) -> None:
     if ref.ndim and ref.shape[-1] > 1 and ref.strides[-1] != ref.dtype.itemsize and ref.size:
         step = ref.strides[-1] / ref.dtype.itemsize
         reject_value(operation, argument, "have stride 1 along its last axis", f"{step:g}")
+
+
+def check_contiguous(operation: str, argument: str, ref: ArrayRef) -> None:
+    """Require neighbours along the only axis."""
+    if ref.ndim and ref.shape[0] > 1 and ref.strides[0] != ref.dtype.itemsize:
+        reject_value(
+            operation,
+            argument,
+            "be contiguous: it must be contiguous in device memory",
+            f"a stride of {ref.strides[0]} bytes",
+        )
 
 
 def check_dtype(

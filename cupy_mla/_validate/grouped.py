@@ -11,7 +11,7 @@ from cupy_mla.errors import reject_type, reject_value
 from cupy_mla.layouts import CacheLayout, build_layout, canonical_name, check_scale_format
 
 from .caches import whole_rows
-from .checks import array, check_dtype, integer, same_device, shape_text
+from .checks import array, check_contiguous, check_dtype, integer, same_device, shape_text
 
 
 def grouped(
@@ -59,7 +59,7 @@ def grouped(
     if pointers.ndim != 1:
         reject_value(operation, "kv_cache_ptrs", "have shape [L]", shape_text(pointers.shape))
     layers = pointers.shape[0]
-    _check_contiguous(operation, "kv_cache_ptrs", pointers)
+    check_contiguous(operation, "kv_cache_ptrs", pointers)
     layout = _grouped_layout(operation, kv_c, kv_cache_dtype, sizes, scale_format)
     scales = _grouped_scales(operation, kv_scales, layout, layers, pointers.device)
     rows = integer(operation, "block_size", block_size, least=1)
@@ -124,15 +124,5 @@ def _grouped_scales(
     check_dtype(operation, "kv_scales", ref, (dtypes.FLOAT32,))
     if ref.shape != (layers,):
         reject_value(operation, "kv_scales", f"have shape [{layers}]", shape_text(ref.shape))
-    _check_contiguous(operation, "kv_scales", ref)
+    check_contiguous(operation, "kv_scales", ref)
     return ref
-
-
-def _check_contiguous(operation: str, argument: str, ref: ArrayRef) -> None:
-    if ref.shape[0] > 1 and ref.strides[0] != ref.dtype.itemsize:
-        reject_value(
-            operation,
-            argument,
-            "be contiguous: it must be contiguous in device memory",
-            f"a stride of {ref.strides[0]} bytes",
-        )

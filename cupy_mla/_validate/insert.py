@@ -23,9 +23,7 @@ from .checks import (
 )
 
 
-def row_sizes(
-    operation: str, kv_c: ArrayRef, k_pe: ArrayRef | None, shape: str
-) -> tuple[int, int]:
+def row_sizes(operation: str, kv_c: ArrayRef, k_pe: ArrayRef | None, shape: str) -> tuple[int, int]:
     """Return kv_lora_rank and rope_dim of rows, whose layout is found by them.
 
     Parameters

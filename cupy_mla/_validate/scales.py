@@ -15,12 +15,12 @@ from cupy_mla._plan import Scale
 from cupy_mla.errors import reject_type, reject_value
 from cupy_mla.layouts import CacheLayout
 
-from .checks import array, check_aligned, check_dtype, same_device, shape_text
+from .checks import array, check_aligned, check_contiguous, check_dtype, same_device, shape_text
 
 
 def number_scale(operation: str, argument: str, value: Any) -> float:
     """Return a host number as a float32 scale that is finite and above 0."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (Real, np.generic)):
+    if not _is_real(value):
         reject_type(operation, argument, "be a number or an array", type(value).__name__)
     with np.errstate(all="ignore"):
         single = float(np.float32(value))
@@ -30,7 +30,17 @@ def number_scale(operation: str, argument: str, value: Any) -> float:
 
 
 def _is_number(value: Any) -> bool:
+    """Whether a value is given by itself, not as an array."""
     return isinstance(value, (Real, np.generic))
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, np.generic) and value.dtype in _SMALL_FLOATS:
+        return True
+    return isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
+
+
+_SMALL_FLOATS = (dtypes.BFLOAT16, dtypes.FLOAT8_E4M3, dtypes.FLOAT8_E5M2)
 
 
 def layer_scale(
@@ -132,6 +142,7 @@ def _split_scales(operation: str, kv_scales: Any, num_layers: int, device: Devic
         return list(ref.host_view().reshape(num_layers))
     same_device(operation, "kv_scales", ref, device, "kv_caches")
     check_dtype(operation, "kv_scales", ref, (dtypes.FLOAT32,), " to be read in place")
+    check_contiguous(operation, "kv_scales", ref)
     check_aligned(operation, "kv_scales", ref)
     return [ref.element(layer) for layer in range(num_layers)]
 

@@ -132,7 +132,7 @@ class CacheAudit:
     >>> cache[1, 2, 512] = np.inf
     >>> print(audit_cache(cache, "float32"))
     CacheAudit
-      layout        float32: 2304 bytes a row (kv_lora_rank 512, rope_dim 64)
+      layout        float32, 2304 bytes a row (kv_lora_rank 512, rope_dim 64)
       rows          8
       NaN or Inf    1: slot 6 rope[0]
       amax of nope  0
@@ -174,9 +174,11 @@ class CacheAudit:
 
     def facts(self) -> dict[str, str]:
         """Return what was found as names and texts, for display."""
+        layout = self.layout
         skipped = f", {self.slots_skipped} given slots are not in it" if self.slots_skipped else ""
         shown = {
-            "layout": self.layout.describe().splitlines()[0],
+            "layout": f"{layout.name}, {layout.row_bytes} bytes a row (kv_lora_rank "
+            f"{layout.kv_lora_rank}, rope_dim {layout.rope_dim})",
             "rows": f"{self.rows}{skipped}",
             "NaN or Inf": _places(self.nonfinite, self.nonfinite_count),
         }

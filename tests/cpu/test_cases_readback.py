@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla import concat_and_cache_mla, read_slots
+from cupy_mla import concat_and_cache_mla, get_layout, read_slots
 from tests import helpers, oracle
 from tests.helpers import FORMATS, assert_values_equal, make_cache
 
@@ -105,7 +105,8 @@ def test_the_scale_is_multiplied_in_float32_with_one_rounding(backend):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
-def test_random_rows_of_every_format_in_every_output_dtype(backend, rng, fmt, out_dtype):
+@pytest.mark.parametrize("named", [True, False])
+def test_random_rows_of_every_format_in_every_output_dtype(backend, rng, fmt, out_dtype, named):
     cache = make_cache(backend, fmt, block_pad=64, row_pad=32)
     pool = rng.integers(0, 256, cache.bytes().size, np.uint8)
     for slot in range(16):  # infinite scales would make most of the numbers NaN
@@ -128,7 +129,8 @@ def test_random_rows_of_every_format_in_every_output_dtype(backend, rng, fmt, ou
     )
     slots = np.array([15, 0, 3, 3, -1, 16, 2**40, 7, -(2**40)])
     scale = 0.37 if fmt in helpers.SCALED_FORMATS else None
-    got = read_slots(cache.array, backend.array(slots), fmt, scale, out_dtype=out_dtype)
+    name = fmt if named else get_layout(fmt)
+    got = read_slots(cache.array, backend.array(slots), name, scale, out_dtype=out_dtype)
     expected = oracle.read(pool, cache.geometry, slots, 576, fmt, scale, out_dtype)
     assert_values_equal(backend.to_numpy(got), expected)
     helpers.assert_bytes_equal(cache.bytes(), pool, cache.geometry)

@@ -108,6 +108,23 @@ def test_float32_numbers_of_random_bits_and_around_every_tie(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
+def test_quotients_that_only_float32_rounds_to_a_tie(fmt):
+    """The quotient is a float32 before it is a code: a wider one would not see these ties."""
+    rng = np.random.default_rng(17)
+    codes = np.arange(16, 100, dtype=np.uint8).view(oracle.CODE_DTYPES[fmt]).astype(np.float32)
+    ties = (codes[1:] + codes[:-1]) / 2
+    bits = rng.integers(0x3F80, 0x4000, ties.size).astype(np.uint16)
+    numerators = bits.view(oracle.BFLOAT16).astype(np.float32)
+    scales = numerators / ties
+    compare(np.arange(65536, dtype=np.uint16).view(oracle.BFLOAT16), scales, fmt)
+    # Where the code below is even and the exact quotient above the tie, the codes differ.
+    exact = numerators.astype(np.float64) / scales
+    even = np.arange(16, 99) % 2 == 0
+    assert np.count_nonzero((numerators / scales == ties) & (exact > ties) & even) > 3
+    assert np.count_nonzero((numerators / scales == ties) & (exact < ties) & ~even) > 3
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_stored_codes_read_back_as_their_values(fmt):
     values = np.arange(65536, dtype=np.uint16).view(oracle.BFLOAT16)
     for scale in many_scales()[::40]:
