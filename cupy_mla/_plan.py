@@ -127,6 +127,14 @@ class GroupedPointers:
     scales: ArrayRef | None
     cache: CachePlan
 
+    def arrays(self) -> list[ArrayRef]:
+        """Return the arrays there are."""
+        return [ref for ref in (self.cache_ptrs, self.scales) if ref is not None]
+
+    def addresses(self) -> tuple[int, int]:
+        """Return where both arrays lie, 0 for none."""
+        return self.cache_ptrs.ptr, 0 if self.scales is None else self.scales.ptr
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:

@@ -52,13 +52,14 @@ class Backend(FusedBackend, Protocol):
     ) -> None:
         """Store rows."""
 
-    def ready(
+    def launcher(
         self, plan: InsertPlan, inputs: InsertInputs, target: Target
-    ) -> Callable[[int, int, int], None] | None:
-        """Return what stores rows by the addresses of kv_c, k_pe and slots alone.
+    ) -> Callable[..., None] | None:
+        """Return what stores rows by addresses alone, for all arrays that look like these.
 
-        It serves all arrays that look like `inputs`. None where an insert has more to do than to
-        launch: arrays of several frameworks, or of the host.
+        It takes the addresses of kv_c, k_pe and slots; those of the cache and of its scale too if
+        the target is a single call's. None where an insert has more to do than to launch: arrays
+        of several frameworks, or of the host.
         """
 
     def read_slots(
@@ -137,7 +138,7 @@ class NumpyBackend(NumpyFused):
         """Store rows."""
         reference.insert(plan, inputs, target)
 
-    def ready(self, plan: InsertPlan, inputs: InsertInputs, target: Any) -> None:
+    def launcher(self, plan: InsertPlan, inputs: InsertInputs, target: Any) -> None:
         """Nothing is launched here."""
 
     def read_slots(

@@ -529,7 +529,18 @@ def get_layout(
     >>> [field.offset for field in get_layout("fp8_ds_mla").fields]
     [0, 512, 528]
     """
-    operation = "get_layout"
+    return resolve_layout("get_layout", kv_cache_dtype, kv_lora_rank, rope_dim, scale_format, dtype)
+
+
+def resolve_layout(
+    operation: str,
+    kv_cache_dtype: str | CacheLayout,
+    kv_lora_rank: int,
+    rope_dim: int,
+    scale_format: str = "float32",
+    dtype: Any = "bfloat16",
+) -> CacheLayout:
+    """Do what `get_layout` does; errors speak of `operation`."""
     if isinstance(kv_cache_dtype, CacheLayout):
         return kv_cache_dtype
     name = canonical_name(operation, kv_cache_dtype)

@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _layers, _validate, backends
+from . import _layers, _validate, backends
 from ._arrays import CPU, ArrayRef, DeviceId
 from ._plan import CachePlan, InsertInputs, InsertPlan, Target
+from ._shortcuts import Shortcuts
 from .errors import reject_type, reject_value
 from .layouts import CacheLayout, check_sizes
 
 __all__ = ["GroupedCacheWriter"]
-
-#: Looks of arrays that inserts find again; a service sees a few dozen, not thousands at a time.
-_MOST_READY = 512
 
 
 class GroupedCacheWriter:
@@ -106,7 +104,7 @@ class GroupedCacheWriter:
         self._target = self._backend.target(
             caches, plans, scales, collect_stats=self._collect_stats
         )
-        self._ready: dict[Any, Callable[[int, int, int], None]] = {}
+        self._shortcuts = Shortcuts()
         self._context = _layers.NO_CONTEXT
 
     @classmethod
@@ -205,21 +203,11 @@ class GroupedCacheWriter:
         """
         if slot_mapping is None:
             return
-        seen = _arrays.signatures(kv_c, k_pe, slot_mapping) if stream is None else None
-        if seen is not None:
-            ready = self._ready.get(seen[0])
-            if ready is not None:
-                ready(*seen[1])
-                return
-        run = self._prepare("insert", kv_c, k_pe, slot_mapping)
-        run(stream)
-        if run.ready is not None:
-            _arrays.learn_signatures(kv_c, k_pe, slot_mapping)
-            seen = _arrays.signatures(kv_c, k_pe, slot_mapping)
-            if seen is not None:
-                if len(self._ready) >= _MOST_READY:
-                    self._ready.clear()
-                self._ready[seen[0]] = run.ready
+        if stream is None and self._shortcuts.run_step(kv_c, k_pe, slot_mapping):
+            return
+        bound = self._prepare("insert", kv_c, k_pe, slot_mapping)
+        bound(stream)
+        self._shortcuts.learn(bound.launch, None, kv_c, k_pe, slot_mapping)
 
     def bind(self, kv_c: Any, k_pe: Any, slot_mapping: Any) -> Callable[..., None]:
         """Validate fixed buffers once; the returned callable inserts what they hold at each call.
@@ -359,7 +347,7 @@ class GroupedCacheWriter:
                 operation, "kv_caches", f"be on the writer's device {self._device}", device
             )
         self._target.rebind(caches, plans)
-        self._ready.clear()
+        self._shortcuts.forget()
 
     def update_scales(self, kv_scales: Any) -> None:
         """Use other scales from now on: bound callables and captured graphs follow.
@@ -371,7 +359,7 @@ class GroupedCacheWriter:
         """
         scales = _validate.writer_scales("update_scales", kv_scales, self.layouts, self._device)
         self._target.update_scales(scales)
-        self._ready.clear()
+        self._shortcuts.forget()
         self._given_scales = _given(kv_scales)
 
     def warmup(self) -> None:
@@ -451,12 +439,12 @@ class _BoundInsert:
     ) -> None:
         self._backend, self._plan, self._inputs, self._target = backend, plan, inputs, target
         #: Launches with the addresses of arrays that look the same, where nothing else is to do.
-        self.ready = backend.ready(plan, inputs, target)
-        self._addresses = inputs.addresses() if self.ready is not None else (0, 0, 0)
+        self.launch = backend.launcher(plan, inputs, target)
+        self._addresses = inputs.addresses() if self.launch is not None else ()
 
     def __call__(self, stream: Any = None) -> None:
-        if stream is None and self.ready is not None:
-            self.ready(*self._addresses)
+        if stream is None and self.launch is not None:
+            self.launch(*self._addresses)
             return
         if self._plan.device.kind == "cpu":
             _validate.host_stream(self._plan.operation, stream)

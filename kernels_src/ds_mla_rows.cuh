@@ -102,8 +102,10 @@ struct DsMlaRows {
     encoded.scale = tile_scale(amax);
     const Divider<Input::kShortSignificand> divider(encoded.scale);
     for_each_quad<Input>(latent, [&](int i, float(&values)[4]) {
-      if (!divider.is_usual()) divider.bring_near(values);
-      divider.divide(values);
+      if (!divider.is_usual()) {
+        for (float& value : values) value = divider.bring_near(value);
+      }
+      for (float& value : values) value = divider.divide(value);
       encoded.codes[i] = E4m3::encode(values);
     });
     return encoded;

@@ -47,7 +47,7 @@ struct FlatFp8Rows {
                                         u32 unit) const {
     u32 codes[4];
     for_each_quad<Input>(fragment.data, [&](int i, float(&values)[4]) {
-      divider.divide(values);
+      for (float& value : values) value = divider.divide(value);
       codes[i] = Code::encode(values);
     });
     store_vector(destination + unit * kUnit, {codes[0], codes[1], codes[2], codes[3]}, streaming);
@@ -57,8 +57,7 @@ struct FlatFp8Rows {
   __device__ __forceinline__ void count(const Fragment& fragment, Tally& tally) const {
     tally.nonfinite += count_nonfinite<Input>(fragment.data);
     for_each_quad<Input>(fragment.data, [&](int, float(&values)[4]) {
-      divider.divide(values);
-      tally.saturated += count_saturated<Code>(values);
+      for (float value : values) tally.saturated += is_saturated<Code>(divider.divide(value));
     });
   }
 
@@ -67,12 +66,10 @@ struct FlatFp8Rows {
                                                    u8* destination, Tally& tally) const {
     for (i32 i = threadIdx.x; i < rows.lora_rank + rows.rope_dim; i += blockDim.x) {
       const u32 bits = rows.element<typename Input::Bits>(token, i);
-      float quotient[1] = {Input::widen(bits)};
-      divider.bring_near(quotient);
-      divider.divide(quotient);
+      const float quotient = divider.divide(divider.bring_near(Input::widen(bits)));
       tally.nonfinite += is_nonfinite<Input>(bits);
-      tally.saturated += count_saturated<Code>(quotient);
-      destination[i] = static_cast<u8>(Code::encode({quotient[0], 0.0f, 0.0f, 0.0f}));
+      tally.saturated += is_saturated<Code>(quotient);
+      destination[i] = static_cast<u8>(Code::encode({quotient, 0.0f, 0.0f, 0.0f}));
     }
   }
 };

@@ -24,16 +24,11 @@ struct E5m2 {
   }
 };
 
-// How many quotients a cast without saturation would turn into Inf or NaN: Inf too, NaN not.
-template <class Code, int kCount>
-__device__ __forceinline__ u32 count_saturated(const float (&quotients)[kCount]) {
-  u32 count = 0;
-#pragma unroll
-  for (float quotient : quotients) {
-    const u32 magnitude = bits_of(quotient) & ~kSignBit;
-    count += magnitude >= Code::kOverflowBits && magnitude <= kInfinityBits;
-  }
-  return count;
+// Whether a cast without saturation would make Inf or NaN of a quotient: of Inf too, of NaN not.
+template <class Code>
+__device__ __forceinline__ bool is_saturated(float quotient) {
+  const u32 magnitude = bits_of(quotient) & ~kSignBit;
+  return magnitude >= Code::kOverflowBits && magnitude <= kInfinityBits;
 }
 
 // Divides by one scale; the quotients are those of IEEE division, wherever fp8 can tell.
@@ -75,27 +70,20 @@ struct Divider {
     correct_below = magnitude < kInfinityBits ? kCorrectBelow : 0.0f;
   }
 
-  // Whether divide() does without bring_near().
+  // Whether numerators need no bring_near().
   __device__ __forceinline__ bool is_usual() const { return bits_of(factor) == bits_of(1.0f); }
 
-  template <int kCount>
-  __device__ __forceinline__ void bring_near(float (&values)[kCount]) const {
-#pragma unroll
-    for (float& value : values) value = mul_rn_f32(value, factor);
+  __device__ __forceinline__ float bring_near(float x) const { return mul_rn_f32(x, factor); }
+
+  // x / scale for an x that has been brought near.
+  __device__ __forceinline__ float divide(float x) const {
+    const float q = correct(x, mul_rn_f32(x, inverse));
+    return kShortSignificand ? q : correct(x, q);
   }
 
-  template <int kCount>
-  __device__ __forceinline__ void divide(float (&values)[kCount]) const {
-#pragma unroll
-    for (float& value : values) {
-      float q = mul_rn_f32(value, inverse);
-#pragma unroll
-      for (int step = 0; step < (kShortSignificand ? 1 : 2); ++step) {
-        const float residual = fma_rn_f32(q, scale, neg_f32(value));
-        q = fma_rn_f32_if_below(neg_f32(residual), inverse, q, correct_below);
-      }
-      value = q;
-    }
+  __device__ __forceinline__ float correct(float x, float q) const {
+    const float residual = fma_rn_f32(q, scale, neg_f32(x));
+    return fma_rn_f32_if_below(neg_f32(residual), inverse, q, correct_below);
   }
 };
 

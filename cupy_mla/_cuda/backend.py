@@ -10,9 +10,10 @@ from cupy_mla._arrays import ArrayRef, DeviceId
 from cupy_mla._plan import CachePlan, GroupedPointers, InsertInputs, InsertPlan, Scale
 from cupy_mla.errors import reject_type
 
-from . import cupy_device, insert, registry
+from . import cupy_device, registry
 from .compiler import load
 from .device import Device
+from .insert import ALL_CACHES, ONE_CACHE, PreparedInsert, prepare, prepare_grouped
 from .streams import Keeper, hold, wait_for_producers
 from .target import CallTarget, CudaTarget
 
@@ -54,7 +55,7 @@ class CudaBackend:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._keeper = Keeper(device)
-        self._calls: dict[Any, insert.PreparedInsert] = {}
+        self._calls: dict[Any, PreparedInsert] = {}
 
     def _stream(self, operation: str, stream: object, owner: ArrayRef) -> int:
         if stream is None:
@@ -95,72 +96,92 @@ class CudaBackend:
         """Make the one entry of a single call."""
         return CallTarget(cache, plan, scale)
 
-    def prepare(self, plan: InsertPlan, target: CudaTarget) -> insert.PreparedInsert:
-        """Prepare the launches of a writer's inserts, once for all arrays that look the same."""
-        prepared = target.prepared.get(plan)
-        if prepared is None:
-            prepared = insert.prepare(self.device, plan, target)
-            _remember(target.prepared, plan, prepared)
-        return prepared
-
-    def insert(self, plan: InsertPlan, inputs: InsertInputs, target: Any, stream: object) -> None:
-        """Store rows."""
-        kv_c, k_pe, slots = inputs.addresses()
+    def _prepared(self, plan: InsertPlan, target: CudaTarget | CallTarget) -> PreparedInsert:
+        """Prepare the launches of inserts, once for all arrays that look the same."""
         if isinstance(target, CallTarget):
-            key = (plan, target.plan)
-            prepared = self._calls.get(key)
-            if prepared is None:
-                prepared = insert.prepare(self.device, plan, target)
-                _remember(self._calls, key, prepared)
-            entry: bytes | None = target.entry.tobytes()
-        else:
-            prepared, entry = self.prepare(plan, target), None
-        rows = prepared
+            return _known(
+                self._calls,
+                (plan, target.looks()),
+                lambda: prepare(self.device, plan, target),
+            )
+        return _known(target.prepared, plan, lambda: prepare(self.device, plan, target))
+
+    def insert(
+        self,
+        plan: InsertPlan,
+        inputs: InsertInputs,
+        target: CudaTarget | CallTarget,
+        stream: object,
+    ) -> None:
+        """Store rows."""
+        run = self._prepared(plan, target).run
+        addresses = inputs.addresses()
+        pair = (ONE_CACHE, *target.addresses()) if isinstance(target, CallTarget) else None
         self._run(
             plan.operation,
-            lambda pointer: rows.run(kv_c, k_pe, slots, pointer, entry),
+            lambda pointer: run(*addresses, pointer, pair),
             [*target.arrays(), *inputs.arrays()],
             target.caches[0],
             stream,
         )
 
-    def ready(
-        self, plan: InsertPlan, inputs: InsertInputs, target: CudaTarget
-    ) -> Callable[[int, int, int], None] | None:
-        """Return what launches with the addresses of kv_c, k_pe and slots alone, if that is all."""
-        if isinstance(inputs.slots, tuple):
-            return None
+    def launcher(
+        self, plan: InsertPlan, inputs: InsertInputs, target: CudaTarget | CallTarget
+    ) -> Callable[..., None] | None:
+        """Return what stores rows by addresses alone, for all arrays that look like these."""
         arrays = [*target.arrays(), *inputs.arrays()]
-        if len({ref.framework for ref in arrays}) > 1 or arrays[0].framework not in (
-            "cupy",
-            "torch",
-        ):
+        current_stream = self._only_stream(inputs, arrays)
+        if current_stream is None:
             return None
-        run = self.prepare(plan, target).run
-        current_stream = self.device.stream_getter(arrays[0].framework)
+        run = self._prepared(plan, target).run
+        if isinstance(target, CallTarget):
+            return _with_pair(run, ONE_CACHE, current_stream)
 
-        def ready(kv_c: int, k_pe: int, slots: int) -> None:
+        def launch(kv_c: int, k_pe: int, slots: int) -> None:
             run(kv_c, k_pe, slots, current_stream())
 
-        return ready
+        return launch
+
+    def _only_stream(
+        self, inputs: InsertInputs, arrays: Iterable[ArrayRef]
+    ) -> Callable[[], int] | None:
+        """Return what finds the stream of a call that has nothing to order; None for others."""
+        frameworks = {ref.framework for ref in arrays}
+        if isinstance(inputs.slots, tuple) or frameworks not in ({"cupy"}, {"torch"}):
+            return None
+        return self.device.stream_getter(frameworks.pop())
+
+    def _prepared_grouped(self, plan: InsertPlan, pointers: GroupedPointers) -> PreparedInsert:
+        return _known(
+            self._calls,
+            (plan, pointers.cache),
+            lambda: prepare_grouped(self.device, plan, pointers.cache),
+        )
 
     def insert_grouped(
         self, plan: InsertPlan, inputs: InsertInputs, pointers: GroupedPointers, stream: object
     ) -> None:
         """Store rows in caches that are known by device pointers alone."""
-        prepared = insert.prepare_grouped(self.device, plan, pointers)
-        kv_c, k_pe, slots = inputs.addresses()
+        run = self._prepared_grouped(plan, pointers).run
+        addresses = inputs.addresses()
+        pair = (ALL_CACHES, *pointers.addresses())
         self._run(
             plan.operation,
-            lambda pointer: prepared.run(kv_c, k_pe, slots, pointer),
-            [
-                *inputs.arrays(),
-                pointers.cache_ptrs,
-                *([pointers.scales] if pointers.scales else []),
-            ],
+            lambda pointer: run(*addresses, pointer, pair),
+            [*inputs.arrays(), *pointers.arrays()],
             inputs.kv_c,
             stream,
         )
+
+    def grouped_launcher(
+        self, plan: InsertPlan, inputs: InsertInputs, pointers: GroupedPointers
+    ) -> Callable[..., None] | None:
+        """Return what stores rows by addresses alone, for all arrays that look like these."""
+        current_stream = self._only_stream(inputs, [*inputs.arrays(), *pointers.arrays()])
+        if current_stream is None:
+            return None
+        run = self._prepared_grouped(plan, pointers).run
+        return _with_pair(run, ALL_CACHES, current_stream)
 
     def warmup(self, target: CudaTarget) -> None:
         """Compile what inserts into these layers need, for each input dtype that they take."""
@@ -181,7 +202,22 @@ class CudaBackend:
 _MOST_PREPARED = 512
 
 
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(known) >= _MOST_PREPARED:
-        known.clear()
-    known[key] = value
+def _known(
+    known: dict[Any, PreparedInsert], key: Any, make: Callable[[], PreparedInsert]
+) -> PreparedInsert:
+    prepared = known.get(key)
+    if prepared is None:
+        prepared = make()
+        if len(known) >= _MOST_PREPARED:
+            known.clear()
+        known[key] = prepared
+    return prepared
+
+
+def _with_pair(
+    run: Callable[..., None], offset: int, current_stream: Callable[[], int]
+) -> Callable[..., None]:
+    def launch(kv_c: int, k_pe: int, caches: int, slots: int, scales: int) -> None:
+        run(kv_c, k_pe, slots, current_stream(), (offset, caches, scales))
+
+    return launch

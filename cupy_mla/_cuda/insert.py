@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_mla._plan import GroupedPointers, InsertPlan
+from cupy_mla._plan import CachePlan, InsertPlan
 
 from . import params, registry
 from .compiler import load
@@ -25,8 +25,11 @@ _HEAD = struct.Struct("<QqqQqqQqq")  # kv_c, k_pe, slots
 _POINTER = struct.Struct("<Q")
 _SLOT_ARRAY_BYTES = params.SLOT_ARRAY.dtype.itemsize
 _SLOT_LIST_OFFSET = params.INSERT_PARAMS.offset("slot_list")
-_ENTRY = struct.Struct(f"{params.LAYER_ENTRY.dtype.itemsize}s")
-_ENTRY_OFFSET = params.INSERT_PARAMS.offset("layer")
+_PAIR = struct.Struct("<QQ")
+#: Pairs of pointers that single and grouped calls fill in too: a cache and its scale, or the
+#: arrays of all caches and scales.
+ONE_CACHE = params.INSERT_PARAMS.offset("layer") + params.LAYER_ENTRY.offset("cache")
+ALL_CACHES = params.INSERT_PARAMS.offset("cache_ptrs")
 
 
 class _Launch:
@@ -63,7 +66,13 @@ class _Launch:
         self._free: list[Arguments] = []
 
     def run(
-        self, device: Device, kv_c: int, k_pe: int, slots: Any, entry: bytes | None, stream: int
+        self,
+        device: Device,
+        kv_c: int,
+        k_pe: int,
+        slots: Any,
+        stream: int,
+        pair: tuple[int, int, int] | None,
     ) -> None:
         """Fill in the pointers and launch."""
         listed = self.listed
@@ -82,8 +91,8 @@ class _Launch:
             for place, layer in enumerate(listed):
                 start = _SLOT_LIST_OFFSET + place * _SLOT_ARRAY_BYTES
                 _POINTER.pack_into(arguments.buffer, start, slots[layer])
-        if entry is not None:
-            _ENTRY.pack_into(arguments.buffer, _ENTRY_OFFSET, entry)
+        if pair is not None:
+            _PAIR.pack_into(arguments.buffer, *pair)
         device.launch(self.function, self.grid, self.block, arguments, stream)
         self._free.append(arguments)
 
@@ -104,7 +113,12 @@ class PreparedInsert:
         self._launches = launches
 
     def run(
-        self, kv_c: int, k_pe: int, slots: Any, stream: int, entry: bytes | None = None
+        self,
+        kv_c: int,
+        k_pe: int,
+        slots: Any,
+        stream: int,
+        pair: tuple[int, int, int] | None = None,
     ) -> None:
         """Launch with the addresses of a step's arrays.
 
@@ -115,11 +129,11 @@ class PreparedInsert:
         slots : int or sequence of int
             An address a layer where the plan has a list of slots; 0 leaves the layer out.
         stream : int
-        entry : bytes, optional
-            The cache of a single call, in place of the one that was prepared.
+        pair : (int, int, int), optional
+            `ONE_CACHE` or `ALL_CACHES`, and the two addresses that go there.
         """
         for launch in self._launches:
-            launch.run(self._device, kv_c, k_pe, slots, entry, stream)
+            launch.run(self._device, kv_c, k_pe, slots, stream, pair)
 
 
 def prepare(device: Device, plan: InsertPlan, target: CudaTarget | CallTarget) -> PreparedInsert:
@@ -138,15 +152,13 @@ def prepare(device: Device, plan: InsertPlan, target: CudaTarget | CallTarget) -
     return PreparedInsert(device, launches)
 
 
-def prepare_grouped(device: Device, plan: InsertPlan, pointers: GroupedPointers) -> PreparedInsert:
+def prepare_grouped(device: Device, plan: InsertPlan, cache: CachePlan) -> PreparedInsert:
     """Prepare an insert into caches that are known by device pointers alone."""
     if plan.tokens == 0 or plan.num_layers == 0:
         return PreparedInsert(device, [])
     arguments = _arguments(plan)
-    arguments["cache_ptrs"] = pointers.cache_ptrs.ptr
-    arguments["scales"] = pointers.scales.ptr if pointers.scales is not None else 0
-    arguments["layer"] = layer_entry(0, pointers.cache, None, 0)
-    group = LayerGroup(pointers.cache.layout, tuple(range(plan.num_layers)), 0)
+    arguments["layer"] = layer_entry(0, cache, None, 0)
+    group = LayerGroup(cache.layout, tuple(range(plan.num_layers)), 0)
     return PreparedInsert(device, _group_launches(device, plan, group, arguments))
 
 
@@ -168,7 +180,7 @@ def _arguments(plan: InsertPlan) -> Array:
 def _group_launches(
     device: Device, plan: InsertPlan, group: LayerGroup, arguments: Array
 ) -> list[_Launch]:
-    """Prepare the launches of one group: one, or one for every 16 layers with slots of their own."""
+    """Prepare a group's launches: one, or one for every 16 layers with slots of their own."""
     specialisation = registry.find("insert", group.layout.name, plan.input_dtype.name)
     function = load(device, specialisation, group.layout)
     count = len(group.layers)

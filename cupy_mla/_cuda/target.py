@@ -96,6 +96,16 @@ class CallTarget:
         """Return what a kernel reads or writes through this target."""
         return [*self.caches, *([self._scale] if isinstance(self._scale, ArrayRef) else [])]
 
+    def looks(self) -> tuple[Any, ...]:
+        """Return what an insert into this target depends on besides addresses."""
+        number = None if isinstance(self._scale, ArrayRef) else self._scale
+        return self.plan, number
+
+    def addresses(self) -> tuple[int, int]:
+        """Return where the cache lies, and its scale; 0 where that is no array."""
+        scale = self._scale.ptr if isinstance(self._scale, ArrayRef) else 0
+        return self.caches[0].ptr, scale
+
 
 class CudaTarget:
     """The tables of a writer in device memory.

@@ -23,7 +23,7 @@ from cupy_mla.errors import BackendUnavailable, CompileError
 __all__ = ["main"]
 
 #: Modules of this package that are commands, in the order in which help lists them.
-COMMANDS = ("demo", "layouts", "info")
+COMMANDS = ("demo", "layouts", "inspect", "info")
 
 _EXAMPLES = "examples:"
 

@@ -27,12 +27,14 @@ def integer(least: int) -> Callable[[str], int]:
 
 def layout_name(text: str) -> str:
     """Argument type for the name of a layout; ``fp8`` becomes ``fp8_e4m3``."""
-    if text == "auto":  # stands for the dtype of a cache, and there is none here
-        raise argparse.ArgumentTypeError(_unknown_layout(text))
     try:
-        return get_layout(text).name
+        # "auto" stands for the dtype of a cache, and there is none here.
+        name = "auto" if text == "auto" else get_layout(text).name
     except ValueError:
-        raise argparse.ArgumentTypeError(_unknown_layout(text)) from None
+        name = text
+    if name not in LAYOUT_NAMES:
+        raise argparse.ArgumentTypeError(_unknown_layout(text))
+    return name
 
 
 def _unknown_layout(text: str) -> str:

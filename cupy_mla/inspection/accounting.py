@@ -9,7 +9,7 @@ from typing import Any
 
 from cupy_mla._validate import integer
 from cupy_mla.errors import reject_type, reject_value
-from cupy_mla.layouts import CacheLayout, get_layout
+from cupy_mla.layouts import CacheLayout, resolve_layout
 
 from ._display import html_table, text_table
 
@@ -236,7 +236,7 @@ def cache_memory(
     rows = integer(operation, "block_size", block_size, 1)
     counts: dict[CacheLayout, int] = {}
     for name, count in named:
-        layout = get_layout(name, kv_lora_rank=kv_lora_rank, rope_dim=rope_dim)
+        layout = resolve_layout(operation, name, kv_lora_rank, rope_dim)
         counts[layout] = counts.get(layout, 0) + count
     layers = []
     for layout, count in counts.items():

@@ -12,7 +12,7 @@ import numpy as np
 from cupy_mla import dtypes
 from cupy_mla.dtypes import DType
 from cupy_mla.errors import BackendUnavailable, reject_type, reject_value
-from cupy_mla.layouts import CacheLayout, get_layout
+from cupy_mla.layouts import CacheLayout, resolve_layout
 
 Array = np.ndarray[Any, Any]
 
@@ -86,8 +86,8 @@ def open_cache(
         For a ``.safetensors`` file without the package.
     """
     name = os.fspath(path)
-    if not Path(name).is_file():
-        reject_value(operation, "file", "exist", repr(name))
+    if not os.path.isfile(name):
+        reject_value(operation, "file", "exist and be a regular file", repr(name))
     suffix = Path(name).suffix.lower()
     if suffix == ".npy":
         if tensor is not None:
@@ -99,7 +99,7 @@ def open_cache(
         reject_value(operation, "file", "be a .npy or .safetensors file", repr(name))
     if isinstance(kv_cache_dtype, str) and kv_cache_dtype == "auto":
         kv_cache_dtype = _own_dtype(operation, name, mapped)
-    layout = get_layout(kv_cache_dtype, kv_lora_rank=kv_lora_rank, rope_dim=rope_dim)
+    layout = resolve_layout(operation, kv_cache_dtype, kv_lora_rank, rope_dim)
     return _as_cache(operation, name, mapped, layout, block_size)
 
 

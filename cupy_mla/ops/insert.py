@@ -6,9 +6,13 @@ from typing import Any
 
 from cupy_mla import _validate, backends
 from cupy_mla._arrays import CPU
+from cupy_mla._shortcuts import Shortcuts
 from cupy_mla.layouts import CacheLayout
 
 __all__ = ["concat_and_cache_mla", "concat_and_cache_mla_grouped"]
+
+_single_calls = Shortcuts()
+_grouped_calls = Shortcuts()
 
 
 def concat_and_cache_mla(
@@ -72,6 +76,11 @@ def concat_and_cache_mla(
     array([[0., 1., 2., 3., 4., 5.]], dtype=float32)
     """
     operation = "concat_and_cache_mla"
+    number = None if scale is None or hasattr(scale, "shape") else scale
+    options = (kv_cache_dtype, type(number), number, scale_format)
+    arrays = (kv_c, k_pe, kv_cache, slot_mapping, scale if number is None else None)
+    if stream is None and _single_calls.run(options, *arrays):
+        return
     rows = _validate.array(operation, "kv_c", kv_c)
     rotary = None if k_pe is None else _validate.array(operation, "k_pe", k_pe)
     sizes = _validate.row_sizes(operation, rows, rotary, "[T, {}]")
@@ -96,6 +105,7 @@ def concat_and_cache_mla(
     backend = backends.for_device(device)
     target = backend.call_target(cache, cache_plan, layer_scale)
     backend.insert(plan, inputs, target, stream)
+    _single_calls.learn(backend.launcher(plan, inputs, target), options, *arrays)
 
 
 def concat_and_cache_mla_grouped(
@@ -152,6 +162,11 @@ def concat_and_cache_mla_grouped(
         For a dtype that does not fit, and for host arrays.
     """
     operation = "concat_and_cache_mla_grouped"
+    geometry = (block_size, block_stride, entry_stride, num_blocks)
+    options = (geometry, tuple(map(type, geometry)), kv_cache_dtype, scale_format)
+    arrays = (kv_c, k_pe, kv_cache_ptrs, slot_mapping, kv_scales)
+    if stream is None and _grouped_calls.run(options, *arrays):
+        return
     rows = _validate.array(operation, "kv_c", kv_c)
     rotary = None if k_pe is None else _validate.array(operation, "k_pe", k_pe)
     sizes = _validate.row_sizes(operation, rows, rotary, "[L, T, {}]")
@@ -182,4 +197,6 @@ def concat_and_cache_mla_grouped(
         owner="kv_cache_ptrs",
     )
     _validate.storable(plan, [pointers.cache.layout], "kv_c")
-    backends.cuda(device).insert_grouped(plan, inputs, pointers, stream)
+    backend = backends.cuda(device)
+    backend.insert_grouped(plan, inputs, pointers, stream)
+    _grouped_calls.learn(backend.grouped_launcher(plan, inputs, pointers), options, *arrays)

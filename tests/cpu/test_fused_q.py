@@ -425,7 +425,9 @@ def test_positions_of_both_widths(backend, rng, dtype):
 
 
 @pytest.mark.parametrize(
-    "make", [float, F32, np.float64, np.asarray, lambda x: np.array([x], F32)], ids=str
+    "make",
+    [float, F32, np.float64, np.asarray, lambda x: np.array([x], F32)],
+    ids=["float", "float32", "float64", "0-d array", "[1] array"],
 )
 def test_kinds_of_scales(backend, rng, make):
     query = make_query(rng)

@@ -1,0 +1,1 @@
+"""Worked examples: scripts that tests run."""
