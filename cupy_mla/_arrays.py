@@ -6,6 +6,7 @@ by DLPack, ``__cuda_array_interface__`` or ``__array_interface__``. Nothing here
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ class ArrayRef:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     def without_axis(self, axis: int) -> ArrayRef:
         """Return the array without an axis of one element."""

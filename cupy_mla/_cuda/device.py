@@ -39,8 +39,8 @@ class Arguments:
 
     Parameters
     ----------
-    structure : numpy array of one element
-        What the bytes are at first.
+    structure : bytes
+        What they are at first.
 
     Attributes
     ----------
@@ -52,8 +52,8 @@ class Arguments:
 
     __slots__ = ("_pointers", "address", "buffer")
 
-    def __init__(self, structure: Array) -> None:
-        self.buffer = (ctypes.c_char * structure.nbytes).from_buffer_copy(structure.tobytes())
+    def __init__(self, structure: bytes) -> None:
+        self.buffer = (ctypes.c_char * len(structure)).from_buffer_copy(structure)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.address = ctypes.addressof(self._pointers)
 

@@ -58,7 +58,7 @@ class _Launch:
         listed: tuple[int, ...] | None,
     ) -> None:
         self.function, self.grid, self.block, self.listed = function, grid, block, listed
-        self._template = arguments.copy()
+        self._template = arguments.tobytes()
         self._head = [
             (int(arguments[name][0]["layer_stride"]), int(arguments[name][0]["token_stride"]))
             for name in ("kv_c", "k_pe", "slots")
@@ -148,7 +148,7 @@ def prepare(device: Device, plan: InsertPlan, target: CudaTarget | CallTarget) -
     arguments["layer"] = target.entry
     launches: list[_Launch] = []
     for group in target.groups:
-        launches += _group_launches(device, plan, group, arguments.copy())
+        launches += _group_launches(device, plan, group, arguments)
     return PreparedInsert(device, launches)
 
 

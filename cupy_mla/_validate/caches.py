@@ -29,6 +29,7 @@ def cache(
     *,
     writable: bool = True,
     planar: bool = False,
+    aligned: bool = True,
     name_argument: str = "kv_cache_dtype",
 ) -> tuple[ArrayRef, CachePlan]:
     """Validate one cache array and find its layout.
@@ -47,6 +48,9 @@ def cache(
         Whether the cache is a destination.
     planar : bool
         Whether a layout is taken that keeps the parts of its rows apart in a block.
+    aligned : bool
+        Whether elements must lie at multiples of their size; where rows are read as bytes alone,
+        they need not.
     name_argument : str
         Name of `kv_cache_dtype`, for messages.
     """
@@ -75,7 +79,8 @@ def cache(
     if rows < 1:
         reject_value(operation, argument, "have at least one row a block", shape_text(ref.shape))
     check_unit_stride(operation, argument, ref)
-    check_aligned(operation, argument, ref)
+    if aligned:
+        check_aligned(operation, argument, ref)
     if layout.is_planar and rows > 1 and ref.strides[1] != layout.row_bytes and ref.size:
         reject_value(
             operation,

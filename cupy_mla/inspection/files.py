@@ -107,7 +107,7 @@ def _map_npy(operation: str, name: str) -> Array:
     try:
         # Reads .npy alone, maps what it reads, and refuses object arrays, which are pickles.
         mapped: Array = np.lib.format.open_memmap(name, mode="r")
-    except (ValueError, TypeError, OverflowError, OSError, EOFError) as error:
+    except Exception as error:  # a damaged header makes NumPy's parser raise anything
         raise ValueError(
             f"{operation}: file must be an undamaged .npy file of numbers (pickles are not "
             f"loaded), got {name!r}: {error}"

@@ -50,6 +50,7 @@ class CacheRows:
             "float32",
             writable=False,
             planar=True,
+            aligned=False,
         )
         self.layout = plan.layout
         self.block_size = plan.block_size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["cupy", "device_count", "torch"]
+
 cupy: Any = None
 torch: Any = None
 try:
