@@ -205,7 +205,7 @@ class BlockTablePlan:
         Of the request of each output row where the caller gives it; without an array it is
         searched for. An owner that is no request, or whose rows do not hold `t`, owns nothing.
     open_ended : bool
-        Whether the last request goes on to the last output row.
+        Whether the last request goes on to the last output row; never with owners.
     """
 
     num_seqs: int

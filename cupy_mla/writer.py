@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -425,6 +426,20 @@ class GroupedCacheWriter:
                 "  A kernel is compiled for one layout, so each layout has a launch of its own."
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Table of the launches for Jupyter."""
+        rows = "".join(
+            f"<tr><td>{number}</td><td>{', '.join(map(str, layers))}</td>"
+            f"<td>{html.escape(layout.name)}</td><td>{layout.row_bytes}</td>"
+            f"<td>{layout.scale_format or ('one a layer' if layout.needs_scale else 'none')}</td>"
+            "</tr>"
+            for number, (layout, layers) in enumerate(self._groups.items(), 1)
+        )
+        return (
+            f"<table><caption>{html.escape(repr(self))}</caption><tr><th>launch</th><th>layers</th>"
+            f"<th>layout</th><th>bytes a row</th><th>scales</th></tr>{rows}</table>"
+        )
 
     def __repr__(self) -> str:
         names = ", ".join(dict.fromkeys(layout.name for layout in self.layouts))

@@ -26,6 +26,14 @@ def weights(rng: np.random.Generator, shape: Any, dtype: Any = oracle.BFLOAT16) 
     return (1 + 0.2 * rng.standard_normal(shape)).astype(np.float32).astype(dtype)
 
 
+def odd_address(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Make zeros whose first byte has an odd address, which no kernel can read."""
+    dtype = np.dtype(dtype)
+    room = np.zeros(int(np.prod(shape)) * dtype.itemsize + 65, np.uint8)
+    start = -room.ctypes.data % 64 + 1
+    return np.ndarray(shape, dtype, room, start)
+
+
 def make_indexer_cache(
     backend: Backend, num_blocks: int = 3, block_size: int = 4, *, block_pad: int = 0
 ) -> Cache:

@@ -327,7 +327,7 @@ class _Tally:
             self._maximum(part.name, _values(magnitudes.max(axis=(0, 1)), part.dtype))
             return
         largest = magnitudes.reshape(len(magnitudes), -1, self.layout.tile).max(axis=2)
-        usable = np.where(np.isfinite(scales), np.abs(scales), 0).astype(np.float64)
+        usable = np.where(np.isfinite(scales), np.abs(scales), 0)
         self._maximum(part.name, (_values(largest, part.dtype) * usable).max(axis=0))
         self._weigh(scales, largest == _BITS[part.dtype].nonfinite - 1)
 

@@ -43,17 +43,13 @@ def locate(
     owner = np.where(known, owner, 0)
     offset = tokens - first[owner]
     owned = known & (offset >= 0)
-    if plan.open_ended:
-        last = owner == plan.num_seqs - 1
-        end = first[np.where(last, owner, owner + 1)]
-        owned &= last | (tokens < end)
-    else:
+    if not plan.open_ended:  # else the request found is the last that begins here or before
         owned &= tokens < first[owner + 1]
     if plan.max_blocks == 0:
         return owned, nothing
     position = offset
     if arrays.start is not None:
-        position = offset + arrays.start.host_view().astype(np.int64)[owner]
+        position = offset + arrays.start.host_view()[owner]
     column, row = np.divmod(position, cache.block_size)
     inside = owned & (column >= 0) & (column < plan.max_blocks)
     block = arrays.table.host_view()[owner, np.where(inside, column, 0)].astype(np.int64)

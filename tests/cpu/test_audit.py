@@ -481,6 +481,18 @@ def test_equal_numbers_of_other_bits_differ(backend):
     assert str(result.first).endswith("rope[1]: 0 (00 00 00 00) and -0 (00 00 00 80)")
 
 
+def test_differences_behind_the_first_chunk(backend):
+    """6393 rows of 656 bytes are looked at in one go."""
+    first = np.zeros((4000, 4, 656), np.uint8)
+    second = first.copy()
+    for slot in (6392, 6393, 15999):
+        second.reshape(16000, 656)[slot, 512] = 1
+    result = compare_caches(backend.array(first), backend.array(second), "fp8_ds_mla")
+    assert (result.rows, result.rows_differing) == (16000, 3)
+    assert result.elements_differing == {"nope": 0, "scale": 3, "rope": 0}
+    assert (result.first.slot, result.first.part) == (6392, "scale")
+
+
 def test_caches_of_another_number_of_slots_are_not_compared(backend):
     first, second = (backend.array(np.zeros((n, 4, 656), np.uint8)) for n in (1, 2))
     with rejected(ValueError, "compare_caches", "both caches", "4 and 8"):

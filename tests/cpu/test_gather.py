@@ -113,13 +113,16 @@ def test_a_request_that_runs_past_its_row_of_the_table_reads_zeros(backend):
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_blocks_that_the_cache_does_not_have_read_as_zeros(backend, dtype):
     low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-    rows = gathered(
-        backend,
-        numbered_cache(backend, block_size=1),
-        ints(backend, [[1, -1, 9, low, high, 4, 3]], dtype),
-        ints(backend, [0, 7]),
-    )
-    assert rows == [[1, 0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0], [3, 0]]
+    table = [[1, -1, 9, low, high, 4, 3]]
+    for block_size in (1, 4):
+        rows = gathered(
+            backend,
+            numbered_cache(backend, block_size=block_size),
+            ints(backend, table, dtype),
+            ints(backend, [0, 7 * block_size]),
+        )
+        expected = [[block, row] for block in (1, 3) for row in range(block_size)]
+        assert rows == [*expected[:block_size], *[[0, 0]] * 5 * block_size, *expected[block_size:]]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cupy_mla import GroupedCacheWriter, get_layout
 from tests import fused_oracle, helpers, oracle
-from tests.fused_helpers import assert_same_bits, cos_sin, expect_row, weights
+from tests.fused_helpers import assert_same_bits, cos_sin, expect_row, odd_address, weights
 from tests.helpers import (
     FORMATS,
     INPUT_DTYPES,
@@ -188,10 +188,13 @@ def test_many_tokens_are_worked_on_in_pieces(backend, rng):
     step = Step(backend, rng, "float32", layers=2, tokens=1500, rank=4, rope=2)
     step.positions = step.positions % ROWS
     step.slots = np.full(1500, -1)
-    step.slots[[0, 1023, 1024, 1499]] = [3, 7, 0, 11]
+    step.slots[[0, 1023, 1024, 1100, 1499]] = [3, 7, 0, 99, 11]
     want = step.expected()
-    step.writer().insert_context(**step.arguments())
+    writer = step.writer()
+    writer.insert_context(**step.arguments())
     step.check(want)
+    with pytest.raises(ValueError, match="layer 0, token 1100, slot 99"):
+        writer.check()
 
 
 # --- arrays ---------------------------------------------------------------------------------------
@@ -444,6 +447,9 @@ REFUSED = [
     ("kv", np.zeros((4, 3, 576), F32), TypeError, ["bfloat16", "layer 0", "float32"]),
     ("kv", np.zeros((4, 3, 576), np.int16), TypeError, ["int16"]),
     ("kv", None, TypeError, ["NoneType"]),
+    ("kv", odd_address((4, 3, 576), oracle.BFLOAT16), ValueError, ["multiples", "2-byte"]),
+    ("cos_sin_cache", odd_address((16, 64), F32), ValueError, ["multiples", "4-byte"]),
+    ("positions", odd_address((4,), np.int64), ValueError, ["multiples", "8-byte"]),
     ("positions", np.zeros(3, np.int64), ValueError, ["4 tokens", "[3]"]),
     ("positions", np.zeros(4, F32), TypeError, ["int32 or int64", "float32"]),
     ("positions", np.zeros((1, 4), np.int64), ValueError, ["[T]", "[1, 4]"]),
@@ -523,8 +529,8 @@ def make_model_layers(step, *, eps=1e-5, neox=True, nested=True):
 def test_a_writer_of_layers_knows_their_norms_and_table(backend, rng, fmt, nested):
     step = Step(backend, rng, fmt)
     step.scales = [F32(0.37)] * 3 if step.scales else None
-    want = step.expected(eps=1e-5, neox=True)
-    layers = make_model_layers(step, nested=nested)
+    want = step.expected(eps=0.5, neox=True)
+    layers = make_model_layers(step, eps=0.5, nested=nested)
     writer = GroupedCacheWriter.from_layers(layers)
     assert [layout.name for layout in writer.layouts] == step.formats
     # Weights were copied: the model may go.

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class EmulatorError(RuntimeError):
 
 
 @functools.cache
-def _compiler() -> tuple[str, str]:
+def compiler() -> tuple[str, str]:
     """Return the path of g++ and its version."""
     path = shutil.which(os.environ.get("CXX", "g++"))
     if path is None:
@@ -80,7 +80,7 @@ def build(source: str, entry: str, *, sanitize: bool | None = None) -> Path:
     """
     if sanitize is None:
         sanitize = bool(os.environ.get(SANITIZE))
-    path, version = _compiler()
+    path, version = compiler()
     flags = _FLAGS + (_SANITIZERS if sanitize else ())
     text = f"{source}EMULATOR_ENTRY({entry})\n"
     key = hashlib.sha256(repr((version, flags, RUNTIME.read_text(), text)).encode()).hexdigest()
@@ -162,9 +162,32 @@ class EmulatorDevice:
         """Return a copy of memory."""
         return np.frombuffer(ctypes.string_at(memory.ptr, memory.nbytes), np.uint8).copy()
 
+    def stream_getter(self, framework: str) -> Callable[[], int]:
+        """There is one stream."""
+        return int
+
     def current_stream(self, framework: str) -> int:
         """There is one stream."""
         return 0
+
+    def record_event(self, stream: int) -> Any:
+        """Everything has been done when a launch returns."""
+        return stream
+
+    def event_is_done(self, event: Any) -> bool:
+        """Everything has been done when a launch returns."""
+        return True
+
+    def wait_stream(self, stream: int, producer: int) -> None:
+        """Everything has been done when a launch returns."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """There are no graphs."""
+        return False
+
+    def record_torch_stream(self, tensor: Any, stream: object) -> bool:
+        """There are no torch streams."""
+        return False
 
     def resolve_stream(self, stream: object) -> int:
         """Take raw pointers only."""
@@ -178,5 +201,5 @@ def run_source(
 ) -> None:
     """Compile a small kernel whose argument is a structure of 8-byte fields, and run it."""
     device = EmulatorDevice()
-    arguments = Arguments(np.array(fields, np.uint64))
+    arguments = Arguments(np.array(fields, np.uint64).tobytes())
     device.launch(device.compile(source, entry), grid, block, arguments, 0)

@@ -224,7 +224,7 @@ def launch(
         arguments["counters"] = counters.ctypes.data
         arguments["errors"] = errors.ctypes.data
     keep = _place_caches(case, mode, arguments, bounded)
-    device.launch(function, shape.grid, shape.block, Arguments(arguments), 0)
+    device.launch(function, shape.grid, shape.block, Arguments(arguments.tobytes()), 0)
     del keep
     return Outcome(
         {name: counters[:, i] for i, name in enumerate(COUNTERS)},

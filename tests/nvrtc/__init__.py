@@ -1,0 +1,1 @@
+"""Kernels compiled for real GPUs on a machine without one."""

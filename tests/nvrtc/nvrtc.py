@@ -1,0 +1,130 @@
+"""NVRTC by ctypes: compiles for any architecture, with the options that CuPy passes.
+
+The library is that of the wheel nvidia-cuda-nvrtc-cu12, or whichever the system finds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+from cupy_mla._cuda import cupy_device
+
+_NAMES = ("libnvrtc.so.12", "libnvrtc.so.13")
+_WHEELS = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
+
+
+class NvrtcError(RuntimeError):
+    """A source did not compile; the text is the compiler's log."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came out of a compilation.
+
+    Attributes
+    ----------
+    ptx : str
+    registers : int
+    stack_bytes, spill_bytes : int
+        Local memory of a thread: its stack, and what was stored for want of registers.
+    shared_bytes : int
+    log : str
+        Of NVRTC and ptxas.
+    """
+
+    ptx: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+    log: str
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Load NVRTC, or return None where there is none."""
+    paths = list(_NAMES)
+    for wheel in _WHEELS:
+        try:
+            files = metadata.files(wheel) or []
+        except metadata.PackageNotFoundError:
+            continue
+        paths[:0] = [str(file.locate()) for file in files if file.name in _NAMES]
+    for path in paths:
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    return None
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """Return what CuPy 14 compiles our sources with, and the report of ptxas.
+
+    CuPy puts -ftz=true behind the caller's options, then the architecture, then this last one.
+    """
+    return (
+        *cupy_device.OPTIONS,
+        "-ftz=true",
+        f"-arch={arch}",
+        "--device-as-default-execution-space",
+        "--ptxas-options=--verbose",
+    )
+
+
+def compile_source(source: str, arch: str) -> Compiled:
+    """Compile a source that needs no include path.
+
+    Parameters
+    ----------
+    source : str
+    arch : str
+        As ``sm_90``.
+    """
+    nvrtc = library()
+    if nvrtc is None:
+        raise NvrtcError('NVRTC is missing: pip install "cupy-mla[emulator]"')
+    program = ctypes.c_void_p()
+    _check(nvrtc.nvrtcCreateProgram(_ref(program), source.encode(), b"kernel.cu", 0, None, None))
+    try:
+        arguments = [option.encode() for option in options(arch)]
+        array = (ctypes.c_char_p * len(arguments))(*arguments)
+        failed = nvrtc.nvrtcCompileProgram(program, len(arguments), array)
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        if failed:
+            raise NvrtcError(f"{arch}: {log}")
+        ptx = _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+    finally:
+        _check(nvrtc.nvrtcDestroyProgram(_ref(program)))
+    stack, spills = _numbers(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+    (registers,) = _numbers(r"Used (\d+) registers", log)
+    shared = re.search(r"(\d+) bytes smem", log)
+    return Compiled(ptx, registers, stack, spills, int(shared[1]) if shared else 0, log)
+
+
+def _ref(value: ctypes.c_void_p) -> object:
+    return ctypes.byref(value)
+
+
+def _check(status: int) -> None:
+    if status:
+        raise NvrtcError(f"NVRTC answered {status}")
+
+
+def _text(size_of: object, content_of: object, program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)))  # type: ignore[operator]
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(content_of(program, buffer))  # type: ignore[operator]
+    return buffer.value.decode()
+
+
+def _numbers(pattern: str, log: str) -> tuple[int, ...]:
+    found = re.search(pattern, log)
+    if found is None:
+        raise NvrtcError(f"no {pattern!r} in the report of ptxas:\n{log}")
+    return tuple(map(int, found.groups()))
