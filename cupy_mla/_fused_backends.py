@@ -40,6 +40,9 @@ class NormRopeTarget(Protocol):
     def take_errors(self) -> list[ErrorRecord]:
         """Return what was recorded since the last call, and arm the records again."""
 
+    def scale_value(self) -> float | None:
+        """Return the scale of the MLA cache as it is now, None where it has none."""
+
 
 class FusedBackend(Protocol):
     """What a backend does for the fused operations."""

@@ -126,6 +126,7 @@ __device__ __forceinline__ float float_of(u32 bits) { return __uint_as_float(bit
 
 constexpr u32 kSignBit = 0x80000000u;
 constexpr u32 kInfinityBits = 0x7F800000u;
+constexpr u32 kNanBits = 0x7FFFFFFFu;
 
 // Widening, exact.
 
@@ -253,6 +254,74 @@ __device__ __forceinline__ u32 cvt_sat_e5m2x4(float a, float b, float c, float d
   return cvt_sat_e5m2_soft(a) | cvt_sat_e5m2_soft(b) << 8 | cvt_sat_e5m2_soft(c) << 16 |
          cvt_sat_e5m2_soft(d) << 24;
 #endif
+}
+
+
+// Four codes widened, exact but for a NaN's payload.
+
+__device__ __forceinline__ float e4m3_to_f32_soft(u32 code) {
+  const u32 magnitude = code & 0x7Fu;
+  if (magnitude == 0x7Fu) return float_of(kNanBits);
+  // Exponent and mantissa lie as in a float32 whose exponent lacks the difference of the biases,
+  // subnormal codes as subnormal floats.
+  return mul_rn_f32(float_of((code & 0x80u) << 24 | magnitude << 20), 0x1p120f);
+}
+
+__device__ __forceinline__ void e4m3x4_to_f32(u32 codes, float (&values)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  u32 low;
+  u32 high;
+  asm("{\n\t"
+      ".reg .b16 a, b;\n\t"
+      "mov.b32 {a, b}, %2;\n\t"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n\t"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n\t"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+  values[0] = f16_to_f32(static_cast<u16>(low));
+  values[1] = f16_to_f32(static_cast<u16>(low >> 16));
+  values[2] = f16_to_f32(static_cast<u16>(high));
+  values[3] = f16_to_f32(static_cast<u16>(high >> 16));
+#else
+  for (int i = 0; i < 4; ++i) values[i] = e4m3_to_f32_soft(codes >> 8 * i & 0xFFu);
+#endif
+}
+
+// A code of e5m2 is the upper half of a float16.
+__device__ __forceinline__ void e5m2x4_to_f32(u32 codes, float (&values)[4]) {
+  values[0] = f16_to_f32(static_cast<u16>(codes << 8));
+  values[1] = f16_to_f32(static_cast<u16>(codes & 0xFF00u));
+  values[2] = f16_to_f32(static_cast<u16>(codes >> 8 & 0xFF00u));
+  values[3] = f16_to_f32(static_cast<u16>(codes >> 16 & 0xFF00u));
+}
+
+// Two numbers narrowed as by the functions above, the first one in the lower half.
+
+__device__ __forceinline__ u32 cvt_rn_bf16x2(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u32 result;
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return cvt_rn_bf16(a) | static_cast<u32>(cvt_rn_bf16(b)) << 16;
+#endif
+}
+
+__device__ __forceinline__ u32 cvt_rn_f16x2(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u32 result;
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return cvt_rn_f16(a) | static_cast<u32>(cvt_rn_f16(b)) << 16;
+#endif
+}
+
+// The bits of a float32 that goes out: a NaN has one code there too, whatever made it.
+__device__ __forceinline__ u32 canonical_f32(float x) {
+  const u32 bits = bits_of(x);
+  return (bits & ~kSignBit) > kInfinityBits ? kNanBits : bits;
 }
 
 }  // namespace cupy_mla

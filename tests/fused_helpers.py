@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
+from cupy_mla import FusedNormRope, fused_norm_rope
 from tests import fused_oracle, helpers, oracle
 from tests.helpers import Backend, Cache
 
@@ -256,3 +258,49 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
             f"{len(wrong)} of {want.size} elements differ, first at {where}: "
             f"{got[where]:x} instead of {want[where]:x}"
         )
+
+
+# --- calling fused_norm_rope ----------------------------------------------------------------------
+
+#: Scale of flat fp8 caches.
+SCALE = 0.05
+#: Arguments of `fused_norm_rope` that belong to the layer.
+LAYER_NAMES = (
+    "q_rms_norm_w",
+    "q_rms_eps",
+    "kv_rms_norm_w",
+    "kv_rms_eps",
+    "k_rope_cos_sin_cache",
+    "index_k_layer_norm_w",
+    "index_k_layer_norm_bias",
+    "index_k_layer_norm_eps",
+    "index_k_rope_cos_sin_cache",
+    "indexer_k_cache",
+    "mla_kv_cache",
+    "mla_kv_cache_dtype",
+    "mla_k_scale",
+    "has_indexer",
+    "index_rope_interleave",
+    "scale_format",
+    "rounding",
+)
+
+
+def run_function(given: dict[str, Any]) -> Any:
+    """Call the function."""
+    return fused_norm_rope(**given)
+
+
+def run_object(given: dict[str, Any]) -> Any:
+    """Make the object and call it."""
+    given = dict(given)
+    layer = FusedNormRope(**{name: given.pop(name) for name in LAYER_NAMES if name in given})
+    return layer(**given)
+
+
+both_ways = pytest.mark.parametrize("run", [run_function, run_object], ids=["function", "object"])
+
+
+def scale_of(fmt: str) -> float | None:
+    """Give the scale of a cache that needs one."""
+    return SCALE if fmt in helpers.SCALED_FORMATS else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import metadata
 from typing import Any
 
@@ -50,6 +52,11 @@ def _cupy() -> Any:
                 f"CuPy is needed for arrays on a GPU and cannot be imported ({error}): {_INSTALL}"
             )
         raise BackendUnavailable(hint) from error
+    except OSError as error:  # CuPy makes the folder of its kernel cache when it is imported
+        raise BackendUnavailable(
+            f"CuPy cannot make its kernel cache ({error}): set CUPY_CACHE_DIR to a folder that "
+            "can be written"
+        ) from error
     if cupy.cuda.runtime.is_hip:
         raise BackendUnavailable(
             "this CuPy is built for HIP (ROCm); cupy_mla's kernels are CUDA: " + _INSTALL
@@ -77,6 +84,20 @@ def device(ordinal: int) -> CupyDevice:
     if not 0 <= ordinal < count:
         raise BackendUnavailable(f"there is no CUDA device {ordinal}: {count} found")
     return CupyDevice(cupy, ordinal)
+
+
+@contextmanager
+def _cache_in_memory() -> Iterator[None]:
+    """Keep CuPy from its cache on disk, which it offers by an environment variable alone."""
+    before = os.environ.get("CUPY_CACHE_IN_MEMORY")
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUPY_CACHE_IN_MEMORY"]
+        else:
+            os.environ["CUPY_CACHE_IN_MEMORY"] = before
 
 
 class CupyDevice:
@@ -119,14 +140,28 @@ class CupyDevice:
     def compile(self, source: str, entry: str) -> int:
         """Compile and load a source by NVRTC; return the driver's function handle."""
         with self.current():
-            module = self._cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
             try:
-                module.compile()
-            except self._cupy.cuda.compiler.CompileException as error:
-                raise CompileError(str(error)) from error
+                module = self._module(source)
+            except OSError as error:
+                warnings.warn(
+                    f"kernels are compiled anew in each process, since CuPy's cache cannot be "
+                    f"written ({error}): set CUPY_CACHE_DIR to a folder that can be",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                with _cache_in_memory():
+                    module = self._module(source)
             function = module.get_function(entry)
         self._modules.append((module, function))
         return int(function.kernel.ptr)
+
+    def _module(self, source: str) -> Any:
+        module = self._cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
+        try:
+            module.compile()
+        except self._cupy.cuda.compiler.CompileException as error:
+            raise CompileError(str(error)) from error
+        return module
 
     def launch(
         self, function: Any, grid: int, block: tuple[int, int], arguments: Arguments, stream: int

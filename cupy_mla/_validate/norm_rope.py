@@ -150,6 +150,7 @@ def _mla_cache(
         given.mla_kv_cache_dtype,
         sizes,
         given.scale_format,
+        name_argument="mla_kv_cache_dtype",
     )
     same_device(operation, argument, ref, *place)
     if not plan.layout.needs_scale:

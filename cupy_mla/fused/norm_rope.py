@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -205,8 +206,8 @@ class FusedNormRope:
         Raises
         ------
         ValueError
-            For a slot beyond a cache or a position beyond its RoPE table; the message names
-            cache, token and slot.
+            For a slot beyond a cache or a position beyond its RoPE table (the message names
+            cache, token and slot), and for a scale that is not finite and > 0.
         """
         texts = {
             "slot": "slots lie beyond the {cache} and were not written",
@@ -217,6 +218,9 @@ class FusedNormRope:
             + f", first: token {error.token}, slot {error.slot}"
             for error in self._target.take_errors()
         ]
+        scale = self._target.scale_value()
+        if scale is not None and not (math.isfinite(scale) and scale > 0):
+            problems.append(f"the scale of the MLA cache must be finite and > 0, got {scale}")
         if problems:
             raise ValueError("check: " + "; ".join(problems))
 

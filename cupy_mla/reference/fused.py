@@ -67,9 +67,10 @@ class NormRopeTarget:
             for error in part.take_errors()
         ]
 
-    def scale(self) -> np.float32 | None:
-        """Return the scale of the MLA cache as it is now."""
-        return None if self.mla is None else self.mla.scale(0)
+    def scale_value(self) -> float | None:
+        """Return the scale of the MLA cache as it is now, None where it has none."""
+        scale = None if self.mla is None else self.mla.scale(0)
+        return None if scale is None else float(scale)
 
 
 def norm_rope(

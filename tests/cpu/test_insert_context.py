@@ -186,7 +186,7 @@ def test_any_bits(seed, fmt, staged):
 
 def test_many_tokens_are_worked_on_in_pieces(backend, rng):
     step = Step(backend, rng, "float32", layers=2, tokens=1500, rank=4, rope=2)
-    step.positions = step.positions % ROWS
+    step.positions = step.positions % 13
     step.slots = np.full(1500, -1)
     step.slots[[0, 1023, 1024, 1100, 1499]] = [3, 7, 0, 99, 11]
     want = step.expected()
@@ -305,13 +305,14 @@ def test_tables_and_weights_of_each_dtype(backend, rng):
 
 def test_it_follows_rebind_and_live_scales(backend, rng):
     step = Step(backend, rng, "fp8_e4m3", layers=2)
-    scales = np.array([0.5, 0.25], F32)
+    scales = backend.array(np.array([0.5, 0.25], F32))
     step.scales = scales
     writer = step.writer()
     old = [cache.bytes() for cache in step.caches]
     fresh = [make_cache(backend, "fp8_e4m3", 2, 8) for _ in range(2)]
     writer.rebind([cache.array for cache in fresh])
-    scales[:] = [2.0, 0.125]
+    scales[...] = backend.array(np.array([2.0, 0.125], F32))
+    step.scales = [2.0, 0.125]
     step.caches, gone = fresh, step.caches
     want = step.expected()
     writer.insert_context(**step.arguments())
@@ -509,16 +510,20 @@ def test_a_layout_that_cannot_take_the_dtype_is_named(rng):
 
 def make_model_layers(step, *, eps=1e-5, neox=True, nested=True):
     """Make layers as engines have them, over the caches of a step."""
+    array = step.backend.array
     layers = []
     for number, cache in enumerate(step.caches):
+        scale = 1.0 if step.scales is None else step.scales[number]
         attention = SimpleNamespace(
             kv_cache=cache.array,
             kv_cache_dtype=step.formats[number],
-            _k_scale=np.array(1.0 if step.scales is None else step.scales[number], F32),
+            _k_scale=array(np.array(scale, F32)),
             kv_lora_rank=step.rank,
             qk_rope_head_dim=step.rope,
-            kv_a_layernorm=SimpleNamespace(weight=step.weight[number].copy(), variance_epsilon=eps),
-            rotary_emb=SimpleNamespace(cos_sin_cache=step.table, is_neox_style=neox),
+            kv_a_layernorm=SimpleNamespace(
+                weight=array(step.weight[number].copy()), variance_epsilon=eps
+            ),
+            rotary_emb=SimpleNamespace(cos_sin_cache=array(step.table), is_neox_style=neox),
         )
         layers.append(SimpleNamespace(self_attn=attention) if nested else attention)
     return layers
@@ -535,7 +540,7 @@ def test_a_writer_of_layers_knows_their_norms_and_table(backend, rng, fmt, neste
     assert [layout.name for layout in writer.layouts] == step.formats
     # Weights were copied: the model may go.
     for layer in layers:
-        (layer.self_attn if nested else layer).kv_a_layernorm.weight[:] = 0
+        (layer.self_attn if nested else layer).kv_a_layernorm.weight[...] = 0
     given = step.arguments(norm_weight=None, cos_sin_cache=None)
     writer.insert_context(**given)
     step.check(want)
@@ -584,7 +589,7 @@ def test_other_names_of_attributes(backend, rng):
             mla=SimpleNamespace(cache=[step.caches[0].array]),
             rank=512,
             rope_dim=64,
-            norm=SimpleNamespace(weight=step.weight[0], eps=1e-5),
+            norm=SimpleNamespace(weight=backend.array(step.weight[0]), eps=1e-5),
         )
     ]
     names = {

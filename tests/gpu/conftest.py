@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -119,12 +119,18 @@ class TorchBackend(CupyBackend):
         return host.numpy()
 
 
-BACKENDS = {"cupy": CupyBackend, "torch": TorchBackend}
+BACKENDS = {"cupy": CupyBackend, "torch": TorchBackend, "ptx75": CupyBackend}
 
 
 @pytest.fixture(params=list(BACKENDS))
-def backend(request: pytest.FixtureRequest) -> helpers.Backend:
-    """Arrays on the device, made by each framework in turn."""
+def backend(request: pytest.FixtureRequest) -> Iterator[helpers.Backend]:
+    """Arrays on the device, made by each framework in turn; and kernels as an sm_75 has them."""
     if request.param == "torch":
         pytest.importorskip("torch")
-    return BACKENDS[request.param]()
+    if request.param == "ptx75":
+        from tests.gpu import ptx75
+
+        with ptx75.installed():
+            yield CupyBackend()
+    else:
+        yield BACKENDS[request.param]()

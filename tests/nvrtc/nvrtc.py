@@ -72,7 +72,7 @@ def options(arch: str) -> tuple[str, ...]:
         "-ftz=true",
         f"-arch={arch}",
         "--device-as-default-execution-space",
-        "--ptxas-options=--verbose",
+        *(("--ptxas-options=--verbose",) if arch.startswith("sm_") else ()),
     )
 
 
@@ -83,7 +83,7 @@ def compile_source(source: str, arch: str) -> Compiled:
     ----------
     source : str
     arch : str
-        As ``sm_90``.
+        As ``sm_90``; with ``compute_75`` there is PTX alone, and no report of ptxas.
     """
     nvrtc = library()
     if nvrtc is None:
@@ -100,6 +100,8 @@ def compile_source(source: str, arch: str) -> Compiled:
         ptx = _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
     finally:
         _check(nvrtc.nvrtcDestroyProgram(_ref(program)))
+    if not arch.startswith("sm_"):
+        return Compiled(ptx, 0, 0, 0, 0, log)
     stack, spills = _numbers(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
     (registers,) = _numbers(r"Used (\d+) registers", log)
     shared = re.search(r"(\d+) bytes smem", log)

@@ -45,11 +45,11 @@ def test_a_kernel_compiles_without_local_memory_or_flushing(special, arch):
 @every_arch
 @every_specialisation
 def test_a_multiprocessor_holds_enough_threads(special, arch):
-    """At least 800 threads: below that too few rows are in flight to keep the memory busy."""
+    """At least 24 warps: below that too few rows are in flight to keep the memory busy."""
     result = compiled(special, arch)
     warps = 65536 // (32 * -(-result.registers // 8) * 8)
     block = 8 if special.format.warp_a_row else 9
-    assert warps // block * block * 32 >= (800 if arch != "sm_75" else 512)
+    assert warps // block * block >= 24
 
 
 @every_specialisation
@@ -100,7 +100,7 @@ def test_flushing_would_be_seen():
 def test_local_memory_would_be_seen():
     source = """extern "C" __global__ void k(int* x, int n) {
       int values[64];
-      for (int i = 0; i < 64; ++i) values[i] = x[i] * n;
+      for (int i = 0; i < 64; ++i) values[x[i] & 63] = i;
       x[0] = values[n];
     }"""
     assert nvrtc.compile_source(source, "sm_90").stack_bytes > 0

@@ -1,0 +1,175 @@
+"""Timing on a CUDA device: graphs captured on a CuPy stream and replayed between events."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from types import ModuleType
+from typing import Any
+
+from .cupy_device import CupyDevice, _cupy
+from .device import Arguments
+
+Call = Callable[[], Any]
+
+#: Replays before the first one that counts: the first uploads the graph, and clocks rise.
+_WARM_REPLAYS = 3
+_WARM_CALLS = 20
+
+_RAW_ARGUMENTS = 15
+_RAW_KERNEL = 'extern "C" __global__ void raw_kernel({parameters}) {{}}'
+
+
+@dataclass(frozen=True)
+class RecordedLaunch:
+    """A launch as the device was given it.
+
+    Attributes
+    ----------
+    function : object
+    grid : int
+    block : (int, int)
+    arguments : bytes
+        The only argument, a structure.
+    """
+
+    function: Any
+    grid: int
+    block: tuple[int, int]
+    arguments: bytes
+
+
+class CudaTimer:
+    """Implements `cupy_mla.bench.machine.Timer`.
+
+    Parameters
+    ----------
+    device : CupyDevice
+    """
+
+    def __init__(self, device: CupyDevice) -> None:
+        self._cupy = _cupy()
+        self._device = device
+        self.l2_bytes = device.l2_bytes
+        with device.current():
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Make the device and the timer's stream current."""
+        with self._device.current(), self._stream:
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for all of the device's streams."""
+        with self._device.current():
+            self._cupy.cuda.runtime.deviceSynchronize()
+
+    def capture(self, calls: Sequence[Call]) -> Callable[[], None]:
+        """Capture calls on the timer's stream; return what launches the graph there."""
+        stream = self._stream
+        with self.scope():
+            for call in calls:  # loads modules and fills memory pools, which a capture cannot
+                call()
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph = stream.end_capture()
+        return lambda: graph.launch(stream)
+
+    def capture_torch(self, torch: ModuleType, calls: Sequence[Call]) -> Callable[[], None]:
+        """Capture calls of torch; return what launches the graph on the timer's stream."""
+        with self._device.current():
+            external = torch.cuda.ExternalStream(self._stream.ptr)
+            with torch.cuda.stream(external):
+                for call in calls:
+                    call()
+            self.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for call in calls:
+                    call()
+
+        def launch() -> None:
+            with torch.cuda.stream(external):
+                graph.replay()
+
+        return launch
+
+    def replay(self, graph: Callable[[], None], repeats: int, prelude: Call) -> list[float]:
+        """Return the microseconds of each replay, without its prelude."""
+        times = []
+        cuda = self._cupy.cuda
+        with self.scope():
+            start, end = cuda.Event(), cuda.Event()
+            for turn in range(_WARM_REPLAYS + repeats):
+                prelude()
+                start.record(self._stream)
+                graph()
+                end.record(self._stream)
+                end.synchronize()
+                if turn >= _WARM_REPLAYS:
+                    times.append(1e3 * float(cuda.get_elapsed_time(start, end)))
+        return times
+
+    def host(self, call: Call, *, calls: int, batches: int) -> list[float]:
+        """Return the microseconds that the host takes a call, a mean a batch."""
+        times = []
+        with self.scope():
+            for _ in range(_WARM_CALLS):
+                call()
+            self.synchronize()
+            collecting = gc.isenabled()
+            gc.disable()
+            try:
+                for _ in range(batches):
+                    begin = perf_counter()
+                    for _ in range(calls):
+                        call()
+                    times.append(1e6 * (perf_counter() - begin) / calls)
+                    self.synchronize()
+            finally:
+                if collecting:
+                    gc.enable()
+        return times
+
+    def raw_kernel_call(self) -> Call:
+        """Return a launch of an empty ``cupy.RawKernel`` with 15 arguments, 8 of them arrays."""
+        cupy = self._cupy
+        parameters = ", ".join(
+            f"{'char*' if i < 8 else 'long long'} a{i}" for i in range(_RAW_ARGUMENTS)
+        )
+        with self.scope():
+            kernel = cupy.RawKernel(_RAW_KERNEL.format(parameters=parameters), "raw_kernel")
+            arrays = [cupy.zeros(16, cupy.uint8) for _ in range(8)]
+        numbers = [cupy.int64(i) for i in range(_RAW_ARGUMENTS - len(arrays))]
+        arguments = (*arrays, *numbers)
+        return lambda: kernel((1,), (32,), arguments)
+
+    def recorded_launch(self, call: Call) -> RecordedLaunch:
+        """Return the one launch that a call makes; it is made, too."""
+        device: Any = self._device
+        launch = device.launch
+        found: list[RecordedLaunch] = []
+
+        def record(
+            function: Any, grid: int, block: tuple[int, int], arguments: Arguments, stream: int
+        ) -> None:
+            found.append(RecordedLaunch(function, grid, block, bytes(arguments.buffer)))
+            launch(function, grid, block, arguments, stream)
+
+        device.launch = record  # in front of the method, for the time of the call
+        try:
+            with self.scope():
+                call()
+        finally:
+            del device.launch
+        if len(found) != 1:
+            raise RuntimeError(f"the call made {len(found)} launches, not one")
+        return found[0]

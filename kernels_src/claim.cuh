@@ -1,0 +1,42 @@
+// Which rows of a paged cache a launch may write, and the count of those it may not.
+
+#pragma once
+
+#include "paging.cuh"
+#include "stats.cuh"
+#include "types.cuh"
+
+namespace cupy_mla {
+
+// Where a layer's losses are written down; both null where nobody asks.
+struct Ledger {
+  u64* counters;
+  ErrorRecord* errors;  // [kErrorKinds]
+};
+
+// Where the row of a slot goes; null where it goes nowhere. Each row counts once: as padding, as
+// beyond the cache, as without a position, or as written.
+__device__ __forceinline__ u8* claim_row(const LayerEntry& entry, const Ledger& ledger, i32 layer,
+                                         i32 token, i64 slot, bool has_position, Tally& tally) {
+  if (slot < 0) {
+    ++tally.padding;
+    return nullptr;
+  }
+  const bool beyond = slot >= entry.num_slots;
+  if (beyond || !has_position) {
+    if (ledger.counters != nullptr) {
+      const int counter = beyond ? kSlotsOutOfRange : kPositionsOutOfRange;
+      atomicAdd(&ledger.counters[counter], u64{1});
+      record_first(&ledger.errors[beyond ? kErrorSlot : kErrorPosition], layer, token, slot);
+    }
+    return nullptr;
+  }
+  ++tally.rows;
+  return row_address(entry, slot);
+}
+
+__device__ __forceinline__ float scale_of(const LayerEntry& entry) {
+  return entry.scale != nullptr ? *entry.scale : entry.scale_value;
+}
+
+}  // namespace cupy_mla

@@ -1,0 +1,162 @@
+"""fused_norm_rope and FusedNormRope: what they refuse, and in which words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla import fused_norm_rope
+from tests import helpers, oracle
+from tests.fused_helpers import (
+    arguments,
+    expect,
+    make_indexer_cache,
+    make_layer,
+    run_object,
+)
+from tests.helpers import (
+    assert_bytes_equal,
+    make_cache,
+    rejected,
+)
+
+F32 = np.float32
+
+
+def bad(name, make, exception, *fragments, blamed=None, changes=None):
+    return pytest.param(
+        name, make, exception, fragments, blamed or name, changes or {}, id=f"{name}-{fragments[0]}"
+    )
+
+
+def bf16(*shape):
+    return np.zeros(shape, oracle.BFLOAT16)
+
+
+REFUSED = [
+    bad("positions", lambda: np.zeros(5), TypeError, "int32 or int64", "float64"),
+    bad("positions", lambda: np.zeros(5, np.uint64), TypeError, "uint64"),
+    bad("positions", lambda: np.zeros(4, np.int64), ValueError, "each of the 5 tokens", "[4]"),
+    bad("positions", lambda: np.zeros((5, 1), np.int64), ValueError, "[T]", "[5, 1]"),
+    bad("positions", lambda: np.zeros(10, np.int64)[::2], ValueError, "stride 1"),
+    bad("positions", lambda: None, TypeError, "NoneType"),
+    bad("q_c", lambda: bf16(5, 23), ValueError, "[T, 24]", "[5, 23]"),
+    bad("q_c", lambda: bf16(4, 24), ValueError, "each of the 5 tokens", "[4, 24]"),
+    bad("q_c", lambda: np.zeros((5, 24), np.int16), TypeError, "bfloat16", "int16"),
+    bad("q_c", lambda: np.zeros((5, 24), np.float16), TypeError, "q_c", blamed="kv_c"),
+    bad("kv_c", lambda: bf16(5, 256), ValueError, "[T, 512]", "[5, 256]"),
+    bad("kv_c", lambda: np.zeros((5, 512), F32), TypeError, "dtype of q_c", "float32"),
+    bad("kv_c", lambda: bf16(5, 1024)[:, ::2], ValueError, "stride 1", "2"),
+    bad("k_pe", lambda: bf16(5, 1, 64), ValueError, "[T, 64]", "[5, 1, 64]"),
+    bad("k_pe", lambda: None, TypeError, "array", "NoneType"),
+    bad("k_pe", lambda: bf16(5, 62), ValueError, "[T, 64]", "[5, 62]"),
+    bad("index_k", lambda: bf16(5, 64), ValueError, "[T, 128]", "[5, 64]"),
+    bad("index_k", lambda: None, TypeError, "NoneType"),
+    bad("slot_mapping", lambda: np.zeros(5, F32), TypeError, "int32 or int64", "float32"),
+    bad("slot_mapping", lambda: np.zeros((1, 5), np.int64), ValueError, "[T]", "[1, 5]"),
+    bad("indexer_slot_mapping", lambda: np.zeros(4, np.int64), ValueError, "5 tokens"),
+    bad("q_rms_norm_w", lambda: bf16(1, 24), ValueError, "[Q]", "[1, 24]"),
+    bad("q_rms_norm_w", lambda: np.zeros(24), TypeError, "float64"),
+    bad("q_rms_norm_w", lambda: bf16(0), ValueError, "at least one"),
+    bad("kv_rms_norm_w", lambda: None, TypeError, "NoneType"),
+    bad("q_rms_eps", lambda: -1e-6, ValueError, "at least 0", "-1e-06"),
+    bad("kv_rms_eps", lambda: float("nan"), ValueError, "finite", "nan"),
+    bad("kv_rms_eps", lambda: "1e-6", TypeError, "number", "str"),
+    bad("index_k_layer_norm_eps", lambda: float("inf"), ValueError, "finite", "inf"),
+    bad("k_rope_cos_sin_cache", lambda: np.zeros((4, 63), F32), ValueError, "even", "[4, 63]"),
+    bad("k_rope_cos_sin_cache", lambda: np.zeros((4, 64)), TypeError, "float64"),
+    bad("k_rope_cos_sin_cache", lambda: np.zeros(64, F32), ValueError, "[positions, P]", "[64]"),
+    bad("index_k_rope_cos_sin_cache", lambda: np.zeros((4, 130), F32), ValueError, "at most 128"),
+    bad("index_k_rope_cos_sin_cache", lambda: None, TypeError, "NoneType"),
+    bad("index_k_layer_norm_w", lambda: bf16(64), ValueError, "[128]", "[64]"),
+    bad("index_k_layer_norm_bias", lambda: None, TypeError, "NoneType"),
+    bad("mla_kv_cache", lambda: bf16(4, 4, 575), ValueError, "576", "575"),
+    bad(
+        "mla_kv_cache",
+        lambda: np.zeros((4, 4, 576), np.float16),
+        TypeError,
+        "float16",
+        blamed="kv_c",
+    ),
+    bad("mla_kv_cache", lambda: np.zeros((4, 4, 576), np.uint8), TypeError, "named"),
+    bad(
+        "mla_kv_cache",
+        lambda: np.zeros((4, 4, 576), np.uint8),
+        ValueError,
+        "scale",
+        blamed="mla_k_scale",
+        changes={"mla_kv_cache_dtype": "fp8"},
+    ),
+    bad(
+        "mla_k_scale",
+        lambda: -1.0,
+        ValueError,
+        "> 0",
+        "-1",
+        changes={"mla_kv_cache_dtype": "fp8", "mla_kv_cache": np.zeros((4, 4, 576), np.uint8)},
+    ),
+    bad("mla_kv_cache_dtype", lambda: "fp7", ValueError, "fp8_ds_mla"),
+    bad("indexer_k_cache", lambda: np.zeros((4, 4, 128), np.uint8), ValueError, "132", "128"),
+    bad("indexer_k_cache", lambda: np.zeros((4, 4, 132), np.int8), TypeError, "uint8", "int8"),
+    bad("indexer_k_cache", lambda: np.zeros((4, 8, 132), np.uint8)[:, ::2], ValueError, "gaps"),
+    bad("topk_indices_buffer", lambda: np.zeros((5, 4), F32), TypeError, "int32", "float32"),
+    bad("topk_indices_buffer", lambda: np.zeros((4, 4), np.int32), ValueError, "5 tokens"),
+    bad("topk_indices_buffer", lambda: np.zeros(20, np.int32), ValueError, "[T, K]", "[20]"),
+    bad("q_c_out", lambda: np.zeros((5, 24), F32), TypeError, "bfloat16", "float32"),
+    bad("q_c_out", lambda: bf16(4, 24), ValueError, "5 tokens"),
+    bad("kv_c_out", lambda: np.broadcast_to(bf16(512), (5, 512)), ValueError, "read-only"),
+    bad(
+        "kv_c_out",
+        lambda: np.lib.stride_tricks.as_strided(bf16(1024), (5, 512), (8, 2)),
+        ValueError,
+        "overlap",
+        "8 bytes",
+    ),
+    bad("k_pe_out", lambda: bf16(5, 32), ValueError, "[T, 64]", "[5, 32]"),
+    bad("scale_format", lambda: "e8m0", ValueError, "ue8m0", "e8m0"),
+    bad("rounding", lambda: "twice", ValueError, "staged", "twice"),
+    bad("stream", lambda: object(), ValueError, "host memory"),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "exception", "fragments", "blamed", "changes"), REFUSED)
+def test_what_does_not_fit_is_refused_and_nothing_written(
+    rng, name, make, exception, fragments, blamed, changes
+):
+    backend = helpers.Backend()
+    layer = make_layer(rng)
+    cache, indexer = make_cache(backend), make_indexer_cache(backend)
+    topk = np.full((5, 4), 7, np.int32)
+    given = arguments(
+        backend,
+        layer,
+        mla_kv_cache=cache.array,
+        indexer_k_cache=indexer.array,
+        topk_indices_buffer=topk,
+    )
+    given.update(changes)
+    given[name] = make()
+    caches = [cache, indexer]
+    with rejected(exception, "fused_norm_rope", blamed, *fragments, caches=caches):
+        fused_norm_rope(**given)
+    with rejected(exception, "FusedNormRope", blamed, *fragments, caches=caches):
+        run_object(given)
+    assert np.all(topk == 7)
+
+
+def test_a_layout_without_a_scale_ignores_it(backend, rng):
+    layer = make_layer(rng)
+    cache = make_cache(backend)
+    want = expect(layer, cache, None)
+    fused_norm_rope(
+        **arguments(backend, layer, mla_kv_cache=cache.array, mla_k_scale=1.0, has_indexer=False)
+    )
+    assert_bytes_equal(cache.bytes(), want.mla_pool, cache.geometry)
+
+
+def test_arrays_of_several_devices_are_refused(rng):
+    layer = make_layer(rng)
+    given = arguments(helpers.Backend(), layer)
+    given["kv_c"] = helpers.FakeDevice((5, 512), "<f2", dtype="torch.bfloat16")
+    with rejected(ValueError, "fused_norm_rope", "kv_c", "same CUDA device", "cuda:0"):
+        fused_norm_rope(**given)

@@ -1,0 +1,1 @@
+"""The public API on emulated device arrays: launch code of the package and kernels together."""
