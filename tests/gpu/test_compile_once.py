@@ -33,7 +33,14 @@ print("compiled", len(calls))
 """
 
 
-def run(cache_dir: Path, root: Path) -> subprocess.CompletedProcess[str]:
+NO_FOLDER = """
+from cupy_mla import backends
+from cupy_mla._arrays import DeviceId
+backends.cuda(DeviceId("cuda", 0))
+"""
+
+
+def run(cache_dir: Path, root: Path, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
     """Run a process with a kernel cache of its own."""
     environment = {
         **os.environ,
@@ -41,7 +48,7 @@ def run(cache_dir: Path, root: Path) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
 
 
@@ -65,8 +72,9 @@ def test_a_second_process_compiles_nothing_unless_a_header_changed(tmp_path):
 
 
 def test_a_cache_folder_that_cannot_be_made():
-    done = run(Path("/proc/nowhere"), ROOT)
+    done = run(Path("/proc/nowhere"), ROOT, NO_FOLDER)
     assert done.returncode != 0
+    assert "BackendUnavailable" in done.stderr
     assert "CUPY_CACHE_DIR" in done.stderr
 
 
