@@ -75,7 +75,7 @@ __device__ __forceinline__ void copy(const ReadParams& p) {
   constexpr int kPieces = Format::kPieces;
   using Places = RowPlaces<kPieces, kPieces>;
   Places& places = block_shared<Places>();
-  const i32 count = find_places(p, places);
+  const i32 count = find_places<true>(p, places);
   const u64 bits =
       address_bits(p.source[0]) | address_bits(p.destination[0]) | static_cast<u64>(p.width);
   if (is_vector_aligned(bits)) {

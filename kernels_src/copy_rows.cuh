@@ -39,8 +39,7 @@ struct CopyRows {
     return fragment;
   }
 
-  __device__ __forceinline__ void store(const Fragment& fragment, u8* destination,
-                                        u32 unit) const {
+  __device__ __forceinline__ void store(const Fragment& fragment, u8* destination, u32 unit) const {
     store_vector(destination + unit * kVectorBytes, fragment.data[0], streaming);
   }
 

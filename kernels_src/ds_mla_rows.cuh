@@ -90,7 +90,7 @@ struct DsMlaRows {
   // Encodes the latent part; all lanes of the warp take part, each with its own elements.
   __device__ __forceinline__ Encoded encode(const uint4 (&latent)[kLoads]) const {
     float amax = 0.0f;
-    for_each_quad<Input>(latent, [&](int, const float(&values)[4]) {
+    for_each_quad<Input>(latent, [&](int, const float (&values)[4]) {
 #pragma unroll
       for (float value : values) amax = max_f32(amax, abs_f32(value));
     });
@@ -101,7 +101,7 @@ struct DsMlaRows {
     Encoded encoded;
     encoded.scale = tile_scale(amax);
     const Divider<Input::kShortSignificand> divider(encoded.scale);
-    for_each_quad<Input>(latent, [&](int i, float(&values)[4]) {
+    for_each_quad<Input>(latent, [&](int i, float (&values)[4]) {
       if (!divider.is_usual()) {
         for (float& value : values) value = divider.bring_near(value);
       }
@@ -114,12 +114,12 @@ struct DsMlaRows {
   // The scales of all tiles, in every lane.
   __device__ __forceinline__ static uint4 collect_scales(float scale) {
     const u32 bits = bits_of(scale);
-    return {__shfl_sync(kAllLanes, bits, 0 * kTileLanes), __shfl_sync(kAllLanes, bits, 1 * kTileLanes),
-            __shfl_sync(kAllLanes, bits, 2 * kTileLanes), __shfl_sync(kAllLanes, bits, 3 * kTileLanes)};
+    return {
+        __shfl_sync(kAllLanes, bits, 0 * kTileLanes), __shfl_sync(kAllLanes, bits, 1 * kTileLanes),
+        __shfl_sync(kAllLanes, bits, 2 * kTileLanes), __shfl_sync(kAllLanes, bits, 3 * kTileLanes)};
   }
 
-  __device__ __forceinline__ void store(const Fragment& fragment, u8* destination,
-                                        u32 lane) const {
+  __device__ __forceinline__ void store(const Fragment& fragment, u8* destination, u32 lane) const {
     const Encoded encoded = encode(fragment.latent);
     const u32(&codes)[4] = encoded.codes;
     store_vector(destination + lane * kVectorBytes, {codes[0], codes[1], codes[2], codes[3]},
@@ -129,22 +129,24 @@ struct DsMlaRows {
     const uint4 scales = collect_scales(encoded.scale);
     if (lane <= kRopeLanes) {
       const bool has_rope = lane < kRopeLanes;
-      const u32 offset = has_rope ? layout::kRopeOffset + lane * kVectorBytes : layout::kScaleOffset;
+      const u32 offset =
+          has_rope ? layout::kRopeOffset + lane * kVectorBytes : layout::kScaleOffset;
       store_vector(destination + offset, has_rope ? fragment.rope[0] : scales, streaming);
     }
   }
 
   // Codes never saturate: a scale is at least amax / 448, and by an infinite one Inf becomes NaN.
   __device__ __forceinline__ void count(const Fragment& fragment, Tally& tally) const {
-    tally.nonfinite += count_nonfinite<Input>(fragment.latent) +
-                       count_nonfinite<Input>(fragment.rope);
+    tally.nonfinite +=
+        count_nonfinite<Input>(fragment.latent) + count_nonfinite<Input>(fragment.rope);
   }
 
   // The same bytes from and to any alignment.
   __device__ __forceinline__ void store_by_element(const LayerRows& rows, i32 token,
                                                    u8* destination, Tally& tally) const {
     const u32 lane = threadIdx.x;
-    const auto* elements = reinterpret_cast<const Input::Bits*>(rows.latent_of(token)) + lane * kUnit;
+    const auto* elements =
+        reinterpret_cast<const Input::Bits*>(rows.latent_of(token)) + lane * kUnit;
     u32 words[kUnit / 2];
 #pragma unroll
     for (int i = 0; i < kUnit / 2; ++i) {

@@ -1,6 +1,7 @@
-// Elements of rows on their way out of a cache: loaded as whole words, widened, and narrowed to what
-// an output is made of. A NaN that was converted has one code in each output dtype, 0x7FFF or
-// 0x7FFFFFFF; only bit copies keep its sign and payload. casts.narrow of the reference says the same.
+// Elements of rows on their way out of a cache: loaded as whole words, widened, and narrowed to
+// what an output is made of. A NaN that was converted has one code in each output dtype, 0x7FFF or
+// 0x7FFFFFFF; only bit copies keep its sign and payload. casts.narrow of the reference says the
+// same.
 
 #pragma once
 

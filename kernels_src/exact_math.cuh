@@ -256,7 +256,6 @@ __device__ __forceinline__ u32 cvt_sat_e5m2x4(float a, float b, float c, float d
 #endif
 }
 
-
 // Four codes widened, exact but for a NaN's payload.
 
 __device__ __forceinline__ float e4m3_to_f32_soft(u32 code) {

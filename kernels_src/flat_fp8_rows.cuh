@@ -43,10 +43,9 @@ struct FlatFp8Rows {
     return fragment;
   }
 
-  __device__ __forceinline__ void store(const Fragment& fragment, u8* destination,
-                                        u32 unit) const {
+  __device__ __forceinline__ void store(const Fragment& fragment, u8* destination, u32 unit) const {
     u32 codes[4];
-    for_each_quad<Input>(fragment.data, [&](int i, float(&values)[4]) {
+    for_each_quad<Input>(fragment.data, [&](int i, float (&values)[4]) {
       for (float& value : values) value = divider.divide(value);
       codes[i] = Code::encode(values);
     });
@@ -56,7 +55,7 @@ struct FlatFp8Rows {
   // Divides once more: statistics then cost nothing where nobody wants them.
   __device__ __forceinline__ void count(const Fragment& fragment, Tally& tally) const {
     tally.nonfinite += count_nonfinite<Input>(fragment.data);
-    for_each_quad<Input>(fragment.data, [&](int, float(&values)[4]) {
+    for_each_quad<Input>(fragment.data, [&](int, float (&values)[4]) {
       for (float value : values) tally.saturated += is_saturated<Code>(divider.divide(value));
     });
   }

@@ -21,7 +21,7 @@ __device__ __forceinline__ void gather(const ReadParams& p) {
   Places& places = block_shared<Places>();
   // Asked for before the rows are looked up, which takes longer.
   const Format format{Format::kLayerScale ? scale_of(p.source[0]) : 0.0f};
-  const i32 count = find_places(p, places);
+  const i32 count = find_places<true>(p, places);
   const i32 step = static_cast<i32>(blockDim.y);
   const auto source = [&](i32 row) { return places.sources[0][row]; };
   const auto scales = [&](i32 row) { return places.sources[Format::kPlanes - 1][row]; };

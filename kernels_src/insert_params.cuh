@@ -35,8 +35,8 @@ struct InsertParams {
   i32 lora_rank;   // elements of a row of kv_c
   i32 rope_dim;    // elements of a row of k_pe
   i32 first_layer;
-  i32 layers_are_mapped;     // 1: inputs are LayerEntry::source_layer's; 0: that is first_layer + n,
-                             // which need not be waited for
+  i32 layers_are_mapped;  // 1: inputs are LayerEntry::source_layer's; 0: that is first_layer + n,
+                          // which need not be waited for
   Divisor blocks_per_layer;  // thread blocks, each of `block_tokens` consecutive tokens
   i32 block_tokens;          // at most as many as the block has threads
   i32 use_slot_list;

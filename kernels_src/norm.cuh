@@ -7,26 +7,16 @@
 #pragma once
 
 #include "exact_math.cuh"
+#include "lanes.cuh"
 #include "numbers.cuh"
 #include "types.cuh"
 
 namespace cupy_mla {
 
-constexpr i32 kLanes = 32;
-constexpr u32 kWholeWarp = 0xFFFFFFFFu;
-
 // Elements that a lane takes at a time of a row of kWideRow elements or more, and of others.
 constexpr int kRun = 16;
 constexpr int kNarrowRun = 4;
 constexpr i32 kWideRow = kLanes * kRun;
-
-__device__ __forceinline__ float sum_over_lanes(float sum) {
-#pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    sum = add_rn_f32(sum, __shfl_xor_sync(kWholeWarp, sum, step));
-  }
-  return sum;
-}
 
 template <int kCount>
 __device__ __forceinline__ float add_squares(float sum, const float (&values)[kCount]) {
@@ -75,12 +65,12 @@ __device__ __forceinline__ void rms_norm_by_element(const u8* row, i32 width, co
                                                     i32 weight_type, float eps, i32 lane,
                                                     Store store) {
   float sum = 0.0f;
-  for_each_run<Input>(row, width, lane, [&](i32, i32, const float(&values)[kRun]) {
+  for_each_run<Input>(row, width, lane, [&](i32, i32, const float (&values)[kRun]) {
     sum = add_squares(sum, values);
   });
   const float mean = div_rn_f32(sum_over_lanes(sum), static_cast<float>(width));
   const float r = reciprocal_root(mean, eps);
-  for_each_run<Input>(row, width, lane, [&](i32 first, i32 count, float(&values)[kRun]) {
+  for_each_run<Input>(row, width, lane, [&](i32 first, i32 count, float (&values)[kRun]) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       if (i < count) {

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "elements.cuh"
 #include "exact_math.cuh"
 #include "memory.cuh"
 #include "rows.cuh"
@@ -14,26 +15,6 @@ namespace cupy_mla {
 // specialisation, since every thread of a launch takes the same branch.
 enum NumberType : i32 { kBfloat16, kFloat16, kFloat32 };
 
-// Bits of a float32 rounded to an element type. A NaN becomes the one that PTX conversions give.
-template <class Type>
-__device__ u32 narrow(float x);
-
-template <>
-__device__ __forceinline__ u32 narrow<Bfloat16>(float x) {
-  return cvt_rn_bf16(x);
-}
-
-template <>
-__device__ __forceinline__ u32 narrow<Float16>(float x) {
-  return cvt_rn_f16(x);
-}
-
-template <>
-__device__ __forceinline__ u32 narrow<Float32>(float x) {
-  const u32 bits = bits_of(x);
-  return (bits & ~kSignBit) > kInfinityBits ? 0x7FFFFFFFu : bits;
-}
-
 // What an element type can hold of a float32.
 template <class Type>
 __device__ __forceinline__ float rounded(float x) {
@@ -43,18 +24,18 @@ __device__ __forceinline__ float rounded(float x) {
 __device__ __forceinline__ u32 number_bytes(i32 type) { return type == kFloat32 ? 4 : 2; }
 
 // Element i as it lies in memory: widening it would wait for it.
-__device__ __forceinline__ u32 load_bits(const u8* numbers, i32 type, i64 i) {
+__device__ __forceinline__ u32 load_number_bits(const u8* numbers, i32 type, i64 i) {
   return type == kFloat32 ? reinterpret_cast<const u32*>(numbers)[i]
                           : reinterpret_cast<const u16*>(numbers)[i];
 }
 
-__device__ __forceinline__ float widen_bits(u32 bits, i32 type) {
+__device__ __forceinline__ float widen_number(u32 bits, i32 type) {
   if (type == kFloat32) return Float32::widen(bits);
   return type == kBfloat16 ? Bfloat16::widen(bits) : Float16::widen(bits);
 }
 
 __device__ __forceinline__ float load_number(const u8* numbers, i32 type, i64 i) {
-  return widen_bits(load_bits(numbers, type, i), type);
+  return widen_number(load_number_bits(numbers, type, i), type);
 }
 
 // Consecutive numbers from any address of their alignment.
@@ -69,7 +50,7 @@ __device__ __forceinline__ void load_values(const u8* numbers, float (&values)[k
       for (int i = 0; i < kBytes / static_cast<int>(kVectorBytes); ++i) {
         vectors[i] = reinterpret_cast<const uint4*>(numbers)[i];
       }
-      for_each_quad<Type>(vectors, [&](int i, const float(&four)[4]) {
+      for_each_quad<Type>(vectors, [&](int i, const float (&four)[4]) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) values[4 * i + j] = four[j];
       });
@@ -105,15 +86,10 @@ __device__ __forceinline__ void load_numbers(const u8* numbers, i32 type, float 
 // A vector of the values from `first` on.
 template <class Type, int kCount>
 __device__ __forceinline__ uint4 pack_vector(const float (&values)[kCount], int first) {
-  if constexpr (sizeof(typename Type::Bits) == 4) {
-    return {narrow<Type>(values[first]), narrow<Type>(values[first + 1]),
-            narrow<Type>(values[first + 2]), narrow<Type>(values[first + 3])};
-  } else {
-    const auto two = [&](int i) {
-      return narrow<Type>(values[first + i]) | narrow<Type>(values[first + i + 1]) << 16;
-    };
-    return {two(0), two(2), two(4), two(6)};
-  }
+  float part[kVectorElements<Type>];
+#pragma unroll
+  for (int i = 0; i < kVectorElements<Type>; ++i) part[i] = values[first + i];
+  return narrow_vector<Type>(part);
 }
 
 template <class Small, class Wide>

@@ -53,8 +53,8 @@ struct SlotArray {
   i64 token_stride;
 };
 
-// Slots are int32 or int64. As they lie in memory: extending the sign of an int32 would wait for it,
-// and what is asked for next would wait too.
+// Slots are int32 or int64. As they lie in memory: extending the sign of an int32 would wait for
+// it, and what is asked for next would wait too.
 __device__ __forceinline__ u64 load_slot(const SlotArray& slots, i32 token, i32 slot_bytes) {
   const u8* address = slots.data + token * slots.token_stride;
   return slot_bytes == 8 ? *reinterpret_cast<const u64*>(address)

@@ -1,5 +1,6 @@
-// The one argument of the kernels that read rows: gather, copy and convert. cupy_mla/_cuda/params.py
-// holds the same structures as NumPy dtypes; offsets and sizes are compared at compile time.
+// The one argument of the kernels that read rows: gather, copy and convert.
+// cupy_mla/_cuda/params.py holds the same structures as NumPy dtypes; offsets and sizes are
+// compared at compile time.
 
 #pragma once
 
@@ -48,17 +49,17 @@ struct ReadParams {
   LayerEntry destination[2];
   RowIndex rows;
   i32 row_count;
-  i32 block_rows;      // consecutive rows that a thread block takes, at most one a thread
-  i32 width;           // elements of a row; to copy: bytes of its first piece
-  i32 second_bytes;    // to copy: bytes of its second piece
-  i32 to_slots;        // 1: a row goes to the slot it comes from; 0: row n is row n of an array
-  i32 zero_missing;    // 1: rows that name no row of the cache become zeros; 0: they stay
-  i32 zero_unowned;    // 1: rows of no request become zeros; 0: they stay
-  i32 stream_stores;   // 1: what is written exceeds the L2 cache
-  i32 element;         // to convert: ElementKind of the source's latent part
-  i32 tile_shift;      // to convert: log2 of the elements a scale, or 0 for the layer's scale
-  i32 rope_first;      // to convert: the source's first element of bf16 behind fp8, else width
-  i32 rope_offset;     // to convert: where that lies in a row
+  i32 block_rows;     // consecutive rows that a thread block takes, at most one a thread
+  i32 width;          // elements of a row; to copy: bytes of its first piece
+  i32 second_bytes;   // to copy: bytes of its second piece
+  i32 to_slots;       // 1: a row goes to the slot it comes from; 0: row n is row n of an array
+  i32 zero_missing;   // 1: rows that name no row of the cache become zeros; 0: they stay
+  i32 zero_unowned;   // 1: rows of no request become zeros; 0: they stay
+  i32 stream_stores;  // 1: what is written exceeds the L2 cache
+  i32 element;        // to convert: ElementKind of the source's latent part
+  i32 tile_shift;     // to convert: log2 of the elements a scale, or 0 for the layer's scale
+  i32 rope_first;     // to convert: the source's first element of bf16 behind fp8, else width
+  i32 rope_offset;    // to convert: where that lies in a row
 };
 
 }  // namespace cupy_mla

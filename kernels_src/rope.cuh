@@ -51,8 +51,8 @@ __device__ __forceinline__ PairBits load_pair(const RopeTable& table, const u8* 
   bits.first = reinterpret_cast<const Bits*>(elements)[places.first];
   bits.second = reinterpret_cast<const Bits*>(elements)[places.second];
   if (angles != nullptr) {
-    bits.cos = load_bits(angles, table.type, pair);
-    bits.sin = load_bits(angles, table.type, table.width / 2 + pair);
+    bits.cos = load_number_bits(angles, table.type, pair);
+    bits.sin = load_number_bits(angles, table.type, table.width / 2 + pair);
   }
   return bits;
 }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void for_each_pair(const RopeTable& table, const u8* 
     if (angles != nullptr) {
       a = Input::widen(bits.first);
       b = Input::widen(bits.second);
-      rotate(a, b, widen_bits(bits.cos, table.type), widen_bits(bits.sin, table.type));
+      rotate(a, b, widen_number(bits.cos, table.type), widen_number(bits.sin, table.type));
     }
     visit(pair_places(table, pair), a, b);
     pair += 32;

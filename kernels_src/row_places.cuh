@@ -37,8 +37,8 @@ __device__ __forceinline__ i64 find_request(const RowIndex& rows, i32 row) {
 
 __device__ __forceinline__ i64 find_in_table(const RowIndex& rows, i32 row,
                                              const Divisor& block_size) {
-  const i64 request = rows.owner.data != nullptr ? load_index(rows.owner, row)
-                                                 : find_request(rows, row);
+  const i64 request =
+      rows.owner.data != nullptr ? load_index(rows.owner, row) : find_request(rows, row);
   if (request < 0 || request >= rows.num_seqs) return kUnowned;
   // Unsigned, so that numbers of any size wrap and are seen to be out of range.
   const u64 offset = static_cast<u64>(row) - static_cast<u64>(load_index(rows.first, request));
@@ -57,8 +57,11 @@ __device__ __forceinline__ i64 find_in_table(const RowIndex& rows, i32 row,
   return block * block_size.value + static_cast<i64>(position - column * block_size.value);
 }
 
+template <bool kTables>
 __device__ __forceinline__ i64 find_slot(const ReadParams& p, i32 row) {
-  if (p.rows.kind == kBlockTable) return find_in_table(p.rows, row, p.source[0].block_size);
+  if constexpr (kTables) {
+    if (p.rows.kind == kBlockTable) return find_in_table(p.rows, row, p.source[0].block_size);
+  }
   if (p.rows.kind == kEverySlot) return row;
   const i64 slot = load_index(p.rows.slots, row);
   return slot >= 0 && slot < p.source[0].num_slots ? slot : kNoRow;
@@ -72,16 +75,16 @@ struct RowPlaces {
   u8* destinations[kDestinations][tuning::kMaxThreads];  // null: the row stays
 };
 
-// Fills in the places of the block's rows and returns how many there are. All threads of the block
-// have to come here.
-template <int kSources, int kDestinations>
+// Fills in the places of the block's rows and returns how many there are; kTables: whether a block
+// table may name them. All threads of the block have to come here.
+template <bool kTables, int kSources, int kDestinations>
 __device__ __forceinline__ i32 find_places(const ReadParams& p,
                                            RowPlaces<kSources, kDestinations>& places) {
   const i32 first_row = static_cast<i32>(blockIdx.x) * p.block_rows;
   const i32 count = min(p.block_rows, p.row_count - first_row);
   const i32 thread = static_cast<i32>(threadIdx.y * blockDim.x + threadIdx.x);
   if (thread < count) {
-    const i64 slot = find_slot(p, first_row + thread);
+    const i64 slot = find_slot<kTables>(p, first_row + thread);
     const bool found = slot >= 0;
     const bool goes = found || (slot == kUnowned ? p.zero_unowned : p.zero_missing) != 0;
     const i64 to = p.to_slots ? slot : first_row + thread;

@@ -262,6 +262,16 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 
 # --- calling fused_norm_rope ----------------------------------------------------------------------
 
+#: Layouts of MLA caches, with the formats of the scales inside their rows.
+CACHE_KINDS = [
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("float32", "float32"),
+    ("fp8_e4m3", "float32"),
+    ("fp8_e5m2", "float32"),
+    ("fp8_ds_mla", "float32"),
+    ("fp8_ds_mla", "ue8m0"),
+]
 #: Scale of flat fp8 caches.
 SCALE = 0.05
 #: Arguments of `fused_norm_rope` that belong to the layer.

@@ -80,7 +80,9 @@ def insert_shape(
     def shape(rows: int, block_tokens: int) -> LaunchShape:
         grid = blocks(block_tokens)
         if max(grid, tokens) > INT32_END - 2**16:
-            raise ValueError(f"insert: layers and tokens must fit a grid, got {layers} and {tokens}")
+            raise ValueError(
+                f"insert: layers and tokens must fit a grid, got {layers} and {tokens}"
+            )
         return LaunchShape(grid, (lanes, rows), grid // layers, block_tokens)
 
     choices = (

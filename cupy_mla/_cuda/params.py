@@ -122,6 +122,39 @@ _INSERT_PARAMS = _packed(
     ("slot_list", _SLOT_ARRAY, (SLOT_LIST_LAYERS,)),
 )
 
+_INDEX_ARRAY = _packed(("data", _PTR), ("stride", _I64), ("bytes", _I64))
+_ROW_INDEX = _packed(
+    ("slots", _INDEX_ARRAY),
+    ("blocks", _INDEX_ARRAY),
+    ("first", _INDEX_ARRAY),
+    ("start", _INDEX_ARRAY),
+    ("owner", _INDEX_ARRAY),
+    ("request_stride", _I64),
+    ("positions", _I64),
+    ("num_blocks", _I64),
+    ("kind", _I32),
+    ("num_seqs", _I32),
+    ("open_ended", _I32),
+    ("reserved", _I32),
+)
+_READ_PARAMS = _packed(
+    ("source", _LAYER_ENTRY, (2,)),
+    ("destination", _LAYER_ENTRY, (2,)),
+    ("rows", _ROW_INDEX),
+    ("row_count", _I32),
+    ("block_rows", _I32),
+    ("width", _I32),
+    ("second_bytes", _I32),
+    ("to_slots", _I32),
+    ("zero_missing", _I32),
+    ("zero_unowned", _I32),
+    ("stream_stores", _I32),
+    ("element", _I32),
+    ("tile_shift", _I32),
+    ("rope_first", _I32),
+    ("rope_offset", _I32),
+)
+
 DIVISOR = Struct("Divisor", _DIVISOR)
 STRIDED_ROWS = Struct("StridedRows", _STRIDED_ROWS)
 SLOT_ARRAY = Struct("SlotArray", _SLOT_ARRAY)
@@ -131,6 +164,20 @@ ERROR_RECORD = Struct(
     _packed(("claimed", _U32), ("layer", _I32), ("token", _I64), ("slot", _I64)),
 )
 INSERT_PARAMS = Struct("InsertParams", _INSERT_PARAMS)
+INDEX_ARRAY = Struct("IndexArray", _INDEX_ARRAY)
+ROW_INDEX = Struct("RowIndex", _ROW_INDEX)
+READ_PARAMS = Struct("ReadParams", _READ_PARAMS)
+
+#: Values of ``RowIndex::kind``.
+EVERY_SLOT, LISTED_SLOTS, BLOCK_TABLE = range(3)
+#: Values of ``ReadParams::element``, by the name of the dtype.
+ELEMENT_KINDS = {
+    "bfloat16": 0,
+    "float16": 1,
+    "float32": 2,
+    "float8_e4m3fn": 3,
+    "float8_e5m2": 4,
+}
 
 #: Kinds of `ERROR_RECORD`, in the order in which the records of a writer lie.
 ERROR_KINDS = ("slot", "position", "nonfinite")

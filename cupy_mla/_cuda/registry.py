@@ -6,20 +6,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from . import params
+from . import params, params_fused
 from .params import Struct
 
-#: Names that the C++ sources have for input dtypes.
-_INPUT_TYPES = {"bfloat16": "Bfloat16", "float16": "Float16", "float32": "Float32"}
+#: Names that the C++ sources have for dtypes.
+_INPUT_TYPES = {
+    "bfloat16": "Bfloat16",
+    "float16": "Float16",
+    "float32": "Float32",
+    "uint8": "u8",
+}
 
 
 class InputTuning(NamedTuple):
-    """An input dtype, and what was chosen for speed with it.
+    """A dtype beside the cache's, and what was chosen for speed with it.
 
     Attributes
     ----------
     dtype : str
-        Name of the dtype of kv_c and k_pe.
+        Name of the dtype of kv_c and k_pe; of the output where a kernel reads.
     rows_in_flight : int
         Rows that a thread asks for before it stores the first one.
     min_blocks : int
@@ -33,7 +38,7 @@ class InputTuning(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the sources write one cache layout.
+    """How the sources write or read one cache layout.
 
     Attributes
     ----------
@@ -48,6 +53,8 @@ class RowFormat:
         Consecutive elements that one thread stores at a time.
     warp_a_row : bool
         Whether exactly one warp has to store a row.
+    serves : str
+        What the kernel's name says in place of the layout, where other layouts are served too.
     """
 
     layout: str
@@ -56,6 +63,7 @@ class RowFormat:
     inputs: tuple[InputTuning, ...]
     unit: int
     warp_a_row: bool = False
+    serves: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class Specialisation:
     @property
     def entry(self) -> str:
         """Name of the ``extern "C"`` function, as profilers show it."""
-        return f"{self.kernel.name}_{self.format.layout}_{self.input.dtype}"
+        return f"{self.kernel.name}_{self.format.serves or self.format.layout}_{self.input.dtype}"
 
     @property
     def template_argument(self) -> str:
@@ -109,7 +117,11 @@ def _copies(name: str, unit: int) -> RowFormat:
 
 
 def _flat_fp8(name: str, code: str) -> RowFormat:
-    inputs = (InputTuning("bfloat16", 2, 4), InputTuning("float16", 2, 4), InputTuning("float32", 1, 4))
+    inputs = (
+        InputTuning("bfloat16", 2, 4),
+        InputTuning("float16", 2, 4),
+        InputTuning("float32", 1, 4),
+    )
     template = f"FlatFp8Rows<cupy_mla::{code}, {{input}}>"
     return RowFormat(name, "flat_fp8_rows.cuh", template, inputs, 16)
 
@@ -125,6 +137,84 @@ _ROW_FORMATS = (
         "ds_mla_rows.cuh",
         "DsMlaRows",
         (InputTuning("bfloat16", 2),),
+        16,
+        warp_a_row=True,
+    ),
+)
+
+
+
+def _reads(name: str, element: str, outputs: dict[str, int]) -> RowFormat:
+    template = f"FlatSource<cupy_mla::{element}, {{input}}>"
+    tunings = tuple(InputTuning(output, rows) for output, rows in outputs.items())
+    return RowFormat(name, "flat_source.cuh", template, tunings, 8)
+
+
+def _tiled_reads(name: str) -> RowFormat:
+    tunings = (InputTuning("bfloat16", 4), InputTuning("float16", 4), InputTuning("float32", 4))
+    return RowFormat(name, "tiled_source.cuh", "TiledSource<{input}>", tunings, 8)
+
+
+#: What a gather decodes; rows of the output's dtype are copied.
+_READ_FORMATS = (
+    _reads("bfloat16", "Bfloat16", {"float16": 4, "float32": 4}),
+    _reads("float16", "Float16", {"bfloat16": 4, "float32": 4}),
+    _reads("float32", "Float32", {"bfloat16": 2, "float16": 2}),
+    _reads("fp8_e4m3", "E4m3Codes", {"bfloat16": 4, "float16": 4, "float32": 4}),
+    _reads("fp8_e5m2", "E5m2Codes", {"bfloat16": 4, "float16": 4, "float32": 4}),
+    _tiled_reads("fp8_ds_mla"),
+    _tiled_reads("indexer_fp8"),
+)
+
+_COPY_FORMATS = (
+    RowFormat("bfloat16", "copy.cu", "Pieces<1>", (InputTuning("uint8", 4),), 16, serves="rows"),
+    RowFormat("indexer_fp8", "copy.cu", "Pieces<2>", (InputTuning("uint8", 4),), 16, serves="planes"),
+)
+
+
+_VALUES = (InputTuning("float32", 1),)
+_FLAT_DESTINATION = "flat_destination.cuh"
+#: What a conversion writes; 16- and 32-bit rows are gathered, to slots.
+_WRITE_FORMATS = (
+    RowFormat("fp8_e4m3", _FLAT_DESTINATION, "FlatDestination<cupy_mla::E4m3>", _VALUES, 16),
+    RowFormat("fp8_e5m2", _FLAT_DESTINATION, "FlatDestination<cupy_mla::E5m2>", _VALUES, 16),
+    RowFormat(
+        "fp8_ds_mla",
+        "ds_mla_destination.cuh",
+        "DsMlaDestination",
+        _VALUES,
+        16,
+        warp_a_row=True,
+    ),
+)
+
+_READ_STRUCTS = (params.DIVISOR, params.LAYER_ENTRY, params.INDEX_ARRAY, params.ROW_INDEX)
+
+
+def _value_copies(name: str) -> RowFormat:
+    return RowFormat(
+        name, "copy_values.cuh", "CopyValues<{input}>", (InputTuning(name, 1, 3),), 16, True
+    )
+
+
+def _value_codes(name: str, code: str) -> RowFormat:
+    inputs = tuple(InputTuning(dtype, 1, 3) for dtype in _INPUT_TYPES)
+    template = f"FlatFp8Values<cupy_mla::{code}, {{input}}>"
+    return RowFormat(name, "flat_fp8_values.cuh", template, inputs, 16, True)
+
+
+#: What is stored of rows that were computed as float32, a warp a row.
+_VALUE_FORMATS = (
+    _value_copies("bfloat16"),
+    _value_copies("float16"),
+    _value_copies("float32"),
+    _value_codes("fp8_e4m3", "E4m3"),
+    _value_codes("fp8_e5m2", "E5m2"),
+    RowFormat(
+        "fp8_ds_mla",
+        "ds_mla_values.cuh",
+        "DsMlaValues",
+        (InputTuning("bfloat16", 1, 3),),
         16,
         warp_a_row=True,
     ),
@@ -146,6 +236,23 @@ KERNELS: dict[str, Kernel] = {
             ),
             _ROW_FORMATS,
         ),
+        Kernel(
+            "context",
+            "context.cu",
+            params_fused.CONTEXT_PARAMS,
+            (
+                params.DIVISOR,
+                params.SLOT_ARRAY,
+                params.LAYER_ENTRY,
+                params.ERROR_RECORD,
+                params_fused.ROPE_TABLE,
+                params_fused.KEY_NORM,
+            ),
+            _VALUE_FORMATS,
+        ),
+        Kernel("gather", "gather.cu", params.READ_PARAMS, _READ_STRUCTS, _READ_FORMATS),
+        Kernel("copy", "copy.cu", params.READ_PARAMS, _READ_STRUCTS, _COPY_FORMATS),
+        Kernel("convert", "convert.cu", params.READ_PARAMS, _READ_STRUCTS, _WRITE_FORMATS),
     )
 }
 

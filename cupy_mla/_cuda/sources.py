@@ -12,10 +12,11 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from cupy_mla import _kernel_files
 from cupy_mla.layouts import CacheLayout
+
 from . import geometry
 from .registry import Specialisation
 
@@ -85,7 +86,7 @@ def build(specialisation: Specialisation, layout: CacheLayout) -> Source:
     return _build(specialisation, layout.cuda_constants())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _build(specialisation: Specialisation, constants: str) -> Source:
     kernel = specialisation.kernel
     entry = specialisation.entry

@@ -36,7 +36,6 @@ __device__ __forceinline__ void mix(uint4& sum, const uint4& value) {
 }
 
 // --- empty, spin, read_all
-// ------------------------------------------------------------------------
 
 struct EmptyParams {
   u64 nothing;
@@ -76,7 +75,6 @@ __device__ __forceinline__ void read_all(const ReadAllParams& p) {
 }
 
 // --- copy
-// -----------------------------------------------------------------------------------------
 
 struct CopyParams {
   const u8* source;
@@ -128,7 +126,6 @@ __device__ __forceinline__ void copy(const CopyParams& p) {
 }
 
 // --- inserts in the published shape
-// ---------------------------------------------------------------
 
 struct ScalarParams {
   const u8* kv_c;  // [layers, tokens, lora_rank], strides in bytes
@@ -146,6 +143,8 @@ struct ScalarParams {
   i32 block_size;
   i32 lora_rank;
   i32 rope_dim;
+  i32 scale_offset;  // in a row, of formats with scales in it
+  i32 rope_offset;
 };
 
 struct Bfloat16 {
@@ -254,13 +253,12 @@ __device__ __forceinline__ void scalar_ds_mla(const ScalarParams& p) {
   constexpr float kLeast = 0x1p-126f;
   const Place place = find_place(p);
   if (place.row == nullptr) return;
-  u8* scales = place.row + p.lora_rank;
   if (threadIdx.x >= kCodeThreads) {
-    u8* rope = scales + kCodeThreads / kTileThreads * sizeof(float);
     const auto* from = reinterpret_cast<const u32*>(p.k_pe + place.layer * p.k_pe_layer_stride +
                                                     place.token * p.k_pe_token_stride);
+    auto* to = reinterpret_cast<u32*>(place.row + p.rope_offset);
     const u32 i = threadIdx.x - kCodeThreads;
-    if (i < static_cast<u32>(p.rope_dim) / 2) reinterpret_cast<u32*>(rope)[i] = from[i];
+    if (i < static_cast<u32>(p.rope_dim) / 2) to[i] = from[i];
     return;
   }
   const auto* from = reinterpret_cast<const uint4*>(p.kv_c + place.layer * p.kv_c_layer_stride +
@@ -286,12 +284,11 @@ __device__ __forceinline__ void scalar_ds_mla(const ScalarParams& p) {
   }
   reinterpret_cast<u64*>(place.row)[threadIdx.x] = codes;
   if (threadIdx.x % kTileThreads == 0) {
-    reinterpret_cast<float*>(scales)[threadIdx.x / kTileThreads] = scale;
+    reinterpret_cast<float*>(place.row + p.scale_offset)[threadIdx.x / kTileThreads] = scale;
   }
 }
 
 // --- read_rows
-// ------------------------------------------------------------------------------------
 
 struct ReadRowsParams {
   u8* const* caches;  // [layers]

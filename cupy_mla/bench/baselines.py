@@ -62,6 +62,8 @@ SCALAR_PARAMS = _struct(
     ("block_size", _I32),
     ("lora_rank", _I32),
     ("rope_dim", _I32),
+    ("scale_offset", _I32),
+    ("rope_offset", _I32),
 )
 READ_ROWS_PARAMS = _struct(
     "ReadRowsParams",
@@ -307,6 +309,9 @@ class Baselines:
             values[f"{name}_token_stride"] = rows.token_stride
         keep = self._fill_caches(values, caches, slots, tokens)
         values["lora_rank"], values["rope_dim"] = layout.kv_lora_rank, layout.rope_dim
+        offsets = {field.name: field.offset for field in layout.fields}
+        values["scale_offset"] = offsets.get("scale", 0)
+        values["rope_offset"] = offsets.get("rope", 0)
         if caches.scales is not None:
             scales = self._table(np.array(caches.scales, np.float32))
             values["scales"] = scales.ptr

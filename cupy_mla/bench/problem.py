@@ -144,7 +144,7 @@ class Operation:
         ``(problem, arrays, machine) -> Instance``; `machine` is None where nothing but the
         operation itself is wanted.
     expect : callable
-        ``(problem, host instance) -> {output: Expected}``: what the reference must have left,
+        ``(problem, host instance) -> [(output, Expected)]``: what the reference must have left,
         worked out without it.
     """
 
@@ -156,30 +156,48 @@ class Operation:
     patterned: bool
     traffic: Callable[[Problem], Traffic]
     make: Callable[..., Instance]
-    expect: Callable[[Problem, Instance], Mapping[str, Expected]]
+    expect: Callable[[Problem, Instance], Sequence[tuple[str, Expected]]]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an output has to be.
+    """What an output, or a part of it, has to be.
 
     Attributes
     ----------
     values : numpy.ndarray
         Bytes where `tolerance` is None, else numbers.
     tolerance : float or None
-        Largest difference relative to the larger of both magnitudes and `floor`; None for equal
-        bytes.
-    floor : float
-        Magnitude below which a difference counts as one of this magnitude.
+        Largest difference, relative to the magnitude of a value or to `floor`, whichever is
+        larger; None for equal bytes.
+    floor : float or numpy.ndarray
     decode : callable, optional
-        Makes numbers of the output's array.
+        Makes of the output's array what is compared with `values`; its bytes by default.
     """
 
     values: Array
     tolerance: float | None = None
-    floor: float = 0.0
+    floor: float | Array = 0.0
     decode: Callable[[Array], Array] | None = None
+
+    def differences(self, output: Array) -> int:
+        """Return how many bytes or numbers of an output are not as expected.
+
+        Examples
+        --------
+        >>> wanted = Expected(np.array([1.0, 0.0]), 0.5, 0.1, lambda output: output)
+        >>> wanted.differences(np.array([1.4, 0.06])), wanted.differences(np.array([1.4, 0.04]))
+        (1, 0)
+        """
+        found = output.view(np.uint8) if self.decode is None else self.decode(output)
+        if found.shape != self.values.shape:
+            raise ValueError(
+                f"differences: output must have shape {self.values.shape}, got {found.shape}"
+            )
+        if self.tolerance is None:
+            return int((found != self.values).sum())
+        allowed = self.tolerance * np.maximum(np.abs(self.values), self.floor)
+        return int((~(np.abs(found - self.values) <= allowed)).sum())
 
 
 def slots_of(problem: Problem, seed: int = 0) -> Array:

@@ -8,8 +8,7 @@ import pytest
 from cupy_mla import _validate, fused_norm_rope, fused_q, indexer_k_quant_and_cache
 from cupy_mla._arrays import CPU
 from cupy_mla._plan_fused import Operand
-from tests import helpers, oracle
-from tests.cpu import test_fused_q
+from tests import helpers, oracle, query_helpers
 from tests.fused_helpers import arguments, make_indexer_cache, make_layer
 
 F32 = np.float32
@@ -84,7 +83,7 @@ def call_norm_rope():
 
 def call_fused_q():
     rng = np.random.default_rng(0)
-    fused_q(**test_fused_q.arguments(helpers.Backend(), test_fused_q.make_query(rng)))
+    fused_q(**query_helpers.arguments(helpers.Backend(), query_helpers.make_query(rng)))
 
 
 def call_indexer():

@@ -11,6 +11,7 @@ from cupy_mla import fused_norm_rope
 from cupy_mla.reference import norm
 from tests import fused_oracle, helpers, oracle
 from tests.fused_helpers import (
+    CACHE_KINDS,
     Layer,
     arguments,
     assert_same_bits,
@@ -29,15 +30,6 @@ from tests.helpers import (
 )
 
 F32 = np.float32
-CACHE_KINDS = [
-    ("bfloat16", "float32"),
-    ("float16", "float32"),
-    ("float32", "float32"),
-    ("fp8_e4m3", "float32"),
-    ("fp8_e5m2", "float32"),
-    ("fp8_ds_mla", "float32"),
-    ("fp8_ds_mla", "ue8m0"),
-]
 
 
 def caches_of(backend, fmt, **geometry):

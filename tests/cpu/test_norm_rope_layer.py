@@ -27,6 +27,8 @@ from tests.helpers import (
 )
 
 F32 = np.float32
+
+
 # --- what belongs to a layer ----------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import pytest
 from cupy_mla import concat_and_cache_mla, fused_norm_rope, indexer_k_quant_and_cache
 from tests import fused_oracle, oracle
 from tests.fused_helpers import (
+    CACHE_KINDS,
     arguments,
     assert_same_bits,
     both_ways,
@@ -25,15 +26,6 @@ from tests.helpers import (
 )
 
 F32 = np.float32
-CACHE_KINDS = [
-    ("bfloat16", "float32"),
-    ("float16", "float32"),
-    ("float32", "float32"),
-    ("fp8_e4m3", "float32"),
-    ("fp8_e5m2", "float32"),
-    ("fp8_ds_mla", "float32"),
-    ("fp8_ds_mla", "ue8m0"),
-]
 
 
 # --- numbers from bug reports ---------------------------------------------------------------------

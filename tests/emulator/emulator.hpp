@@ -54,7 +54,8 @@ constexpr unsigned kWarp = 32;
 constexpr unsigned char kPoison = 0xCD;
 constexpr std::size_t kStackBytes = 128 * 1024;
 
-// --- switching stacks -----------------------------------------------------------------------------
+// --- switching stacks
+// -----------------------------------------------------------------------------
 
 #if defined(__x86_64__)
 
@@ -116,7 +117,8 @@ struct Context {
 
 #endif
 
-// --- threads --------------------------------------------------------------------------------------
+// --- threads
+// --------------------------------------------------------------------------------------
 
 struct Site {
   const char* file;
@@ -287,9 +289,9 @@ inline void try_warp_op(unsigned index) {
     const Thread& peer = block.threads[first + lane];
     if (peer.state != State::kAtWarpOp) return;
     if (!(peer.visit.site == visit.site) || peer.visit.mask != visit.mask) {
-      block.error = name(index) + " is at the " + visit.what + " in " + name(visit.site) + ", but " +
-                    name(first + lane) + " of the same warp at the " + peer.visit.what + " in " +
-                    name(peer.visit.site) + " or with another mask";
+      block.error = name(index) + " is at the " + visit.what + " in " + name(visit.site) +
+                    ", but " + name(first + lane) + " of the same warp at the " + peer.visit.what +
+                    " in " + name(peer.visit.site) + " or with another mask";
       return;
     }
   }
@@ -380,7 +382,8 @@ int launch(void (*kernel)(Arguments), unsigned grid, unsigned block_x, unsigned 
   return 1;
 }
 
-// --- what kernels call ----------------------------------------------------------------------------
+// --- what kernels call
+// ----------------------------------------------------------------------------
 
 inline void wait_for_block(Site site) {
   Thread& thread = current_thread();
@@ -501,9 +504,9 @@ inline T min(T a, T b) {
   return b < a ? b : a;
 }
 
-#define EMULATOR_ENTRY(kernel)                                                                  \
-  extern "C" __attribute__((visibility("default"))) int emulator_entry(                         \
-      unsigned grid, unsigned block_x, unsigned block_y, const void* arguments, char* error,    \
-      std::size_t error_size) {                                                                 \
-    return emulator::launch(kernel, grid, block_x, block_y, arguments, error, error_size);      \
+#define EMULATOR_ENTRY(kernel)                                                               \
+  extern "C" __attribute__((visibility("default"))) int emulator_entry(                      \
+      unsigned grid, unsigned block_x, unsigned block_y, const void* arguments, char* error, \
+      std::size_t error_size) {                                                              \
+    return emulator::launch(kernel, grid, block_x, block_y, arguments, error, error_size);   \
   }

@@ -1,4 +1,4 @@
-"""Division by a scale, for every input there is: see division.cc."""
+"""Division by a scale, for every input there is: see division.cpp."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FLAGS = (
 def differences(tmp_path_factory) -> dict[str, int]:
     """Compile the program behind the kernels' own header, run it, and read its lines."""
     folder = tmp_path_factory.mktemp("division")
-    program = emulator.RUNTIME.with_name("division.cc").read_text()
-    code = folder / "division.cc"
-    code.write_text(f'{sources.flatten(("fp8.cuh",))}#line 1 "division.cc"\n{program}')
+    program = emulator.RUNTIME.with_name("division.cpp").read_text()
+    code = folder / "division.cpp"
+    code.write_text(f'{sources.flatten(("fp8.cuh",))}#line 1 "division.cpp"\n{program}')
     command = [emulator.compiler()[0], *FLAGS, "-include", str(emulator.RUNTIME), str(code)]
     subprocess.run([*command, "-o", str(folder / "division")], check=True)
     output = subprocess.run([folder / "division"], check=True, capture_output=True, text=True)

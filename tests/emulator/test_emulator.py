@@ -1,4 +1,4 @@
-"""The emulator itself: what a GPU leaves undefined has to be an error here, by kernels that do it."""
+"""The emulator itself, by kernels that do what a GPU leaves undefined: it has to be an error."""
 
 from __future__ import annotations
 

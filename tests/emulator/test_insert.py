@@ -40,7 +40,9 @@ def test_every_specialisation_by_every_way_to_name_caches(device, rng, fmt, dtyp
 @every_specialisation
 def test_one_layer_by_value(device, rng, fmt, dtype):
     case = make_case(rng, fmt, dtype, layers=1)
-    check(device, replace(case, kv_c=case.kv_c[0], k_pe=case.k_pe[0], slots=case.slots[0]), "inline")
+    check(
+        device, replace(case, kv_c=case.kv_c[0], k_pe=case.k_pe[0], slots=case.slots[0]), "inline"
+    )
 
 
 @every_specialisation
@@ -63,7 +65,9 @@ def test_caches_at_every_alignment_of_their_elements(device, rng, fmt, dtype, ro
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("fp8_e4m3", "float16"), ("fp8_ds_mla", "bfloat16")])
-@pytest.mark.parametrize(("row_pad", "block_pad", "offset"), [(1, 0, 256), (0, 3, 256), (2, 5, 257)])
+@pytest.mark.parametrize(
+    ("row_pad", "block_pad", "offset"), [(1, 0, 256), (0, 3, 256), (2, 5, 257)]
+)
 def test_byte_caches_at_any_address(device, rng, fmt, dtype, row_pad, block_pad, offset):
     case = make_case(rng, fmt, dtype, row_pad=row_pad, block_pad=block_pad, offset=offset)
     check(device, case)
@@ -211,10 +215,8 @@ def test_more_tokens_than_a_grid_has_on_other_axes(device, rng, fmt, dtype, toke
     end = place.offset + place.num_blocks * place.block_stride
     rows = cache.pool[place.offset : end].reshape(-1, place.row_bytes)
     whole = np.concatenate([kv_c, k_pe], axis=1)
-    if fmt == "bfloat16":
-        want = whole.view(np.uint8)
-    else:
-        want = oracle.encode_fp8(whole, 1.0, "fp8_e4m3")
+    stored = {"bfloat16": whole, "fp8_e4m3": oracle.encode_fp8(whole, 1.0, "fp8_e4m3")}
+    want = stored[fmt].view(np.uint8)
     assert (rows[slots] == want).all()
     assert (rows[tokens:] == harness.SENTINEL).all()
 

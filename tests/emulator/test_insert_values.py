@@ -232,7 +232,9 @@ def cases(draw):
         offset=256 + draw(units),
     )
     if draw(st.booleans()):
-        case.kv_c.view(np.uint8)[...] = rng.integers(0, 256, case.kv_c.view(np.uint8).shape, np.uint8)
+        case.kv_c.view(np.uint8)[...] = rng.integers(
+            0, 256, case.kv_c.view(np.uint8).shape, np.uint8
+        )
     if draw(st.booleans()):
         noise = rng.random(case.slots.shape)
         case.slots = np.where(noise < 0.1, 10**12, np.where(noise < 0.2, -9, case.slots))

@@ -17,9 +17,10 @@ from tests.emulator import device as emulator
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 OVERRUN = """
+from dataclasses import replace
+import numpy as np
 from tests.emulator import harness
 from tests.emulator.device import EmulatorDevice
-import numpy as np
 case = harness.make_case(np.random.default_rng(1), "fp8_e4m3", "bfloat16", layers=1, tokens=3)
 {change}
 harness.launch(EmulatorDevice(), case, "inline")
@@ -65,20 +66,19 @@ def test_the_kernel_tests_pass_under_sanitizers():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ("case.tokens = 4", "heap-buffer-overflow"),
-        ("case.kv_c = case.kv_c.copy()[:, ::-1][:, :, :]; case.tokens = 4", "overflow"),
-        ("case.slots = np.array([0, 1]); case.tokens = 3", "heap-buffer-overflow"),
-        ("case.caches[0].geometry = __import__('dataclasses').replace("
-         "case.caches[0].geometry, num_blocks=99); case.slots = np.array([0, 1, 40])",
-         "heap-buffer-overflow"),
+        "case.tokens = 4  # of 3",
+        "case.kv_c, case.tokens = case.kv_c.copy()[:, ::-1], 4",
+        "case.slots = np.array([0, 1])[:, None].copy()[:, 0]; case.tokens = 3",
+        "case.caches[0].geometry = replace(case.caches[0].geometry, num_blocks=99)\n"
+        "case.slots = np.array([0, 1, 40])  # of 16",
     ],
-)  # fmt: skip
-def test_an_access_beyond_an_array_is_seen(change, message):
+)
+def test_an_access_beyond_an_array_is_seen(change):
     done = run("-c", OVERRUN.format(change=change))
     assert done.returncode != 0
-    assert "AddressSanitizer" in done.stderr and message in done.stderr, done.stderr[-3000:]
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
 
 
 def test_undefined_behaviour_is_seen():

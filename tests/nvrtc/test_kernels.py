@@ -21,6 +21,9 @@ every_arch = pytest.mark.parametrize("arch", ARCHS)
 every_specialisation = pytest.mark.parametrize(
     "special", tuple(registry.specialisations()), ids=lambda s: s.entry
 )
+every_insert = pytest.mark.parametrize(
+    "special", tuple(registry.specialisations("insert")), ids=lambda s: s.entry
+)
 
 
 @functools.cache
@@ -43,7 +46,7 @@ def test_a_kernel_compiles_without_local_memory_or_flushing(special, arch):
 
 
 @every_arch
-@every_specialisation
+@every_insert
 def test_a_multiprocessor_holds_enough_threads(special, arch):
     """At least 24 warps: below that too few rows are in flight to keep the memory busy."""
     result = compiled(special, arch)
@@ -52,7 +55,7 @@ def test_a_multiprocessor_holds_enough_threads(special, arch):
     assert warps // block * block >= 24
 
 
-@every_specialisation
+@every_insert
 def test_vectors_of_16_bytes_carry_the_rows(special):
     ptx = compiled(special, "sm_90").ptx
     assert re.search(r"ld\.global\.cs\.v4", ptx)
@@ -69,7 +72,7 @@ def test_the_hardware_converts_where_it_can(layout, arch):
     assert has_instruction == (int(arch.removeprefix("sm_")) >= 89)
 
 
-@every_specialisation
+@every_insert
 def test_inserts_divide_without_a_division(special):
     """The point of Divider: neither division instruction nor a call for one."""
     ptx = compiled(special, "sm_90").ptx

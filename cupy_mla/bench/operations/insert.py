@@ -8,9 +8,9 @@ import numpy as np
 
 from cupy_mla import GroupedCacheWriter, concat_and_cache_mla, concat_and_cache_mla_grouped, dtypes
 from cupy_mla._arrays import ArrayRef, describe
+from cupy_mla.bench import oracle
 from cupy_mla.bench.baselines import Caches, Launch, Strided
 from cupy_mla.bench.machine import Machine
-from cupy_mla.bench.oracle import cache_bytes, stored_rows
 from cupy_mla.bench.peers import add_insert_peers
 from cupy_mla.bench.problem import (
     KV_LORA_RANK,
@@ -130,19 +130,17 @@ def scalar_launch(problem: Problem, instance: Instance, machine: Machine) -> Lau
     )
 
 
-def expect(problem: Problem, instance: Instance) -> dict[str, Expected]:
+def expect(problem: Problem, instance: Instance) -> list[tuple[str, Expected]]:
     """Work out the caches by ml_dtypes casts alone."""
     rows, slots, scales = projection_of(problem), slots_of(problem), scales_of(problem)
-    return {
-        f"cache {layer}": Expected(
-            cache_bytes(
-                problem,
-                slots,
-                stored_rows(problem.layout, rows[:, layer], scales[layer] if scales else None),
-            )
+    expected = []
+    for layer in range(problem.layers):
+        scale = scales[layer] if scales else None
+        stored = oracle.stored_rows(problem.layout, rows[:, layer], scale)
+        expected.append(
+            (f"cache {layer}", Expected(oracle.cache_bytes(problem, slots, stored)))
         )
-        for layer in range(problem.layers)
-    }
+    return expected
 
 
 OPERATION = Operation(

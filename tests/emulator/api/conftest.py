@@ -12,7 +12,6 @@ from cupy_mla._cuda import backend as cuda_backend
 from tests import helpers
 from tests.emulator.device import EmulatorDevice
 
-
 #: Cases that read rows back, left out while the CUDA backend has no kernel for it.
 READS_BACK = {
     "test_e5m2_reads_back_as_e5m2",
@@ -30,7 +29,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     out = set(LAST_WINS)
     if not hasattr(cuda_backend.CudaBackend, "read_slots"):
         out |= READS_BACK
-    gone = [item for item in items if "tests/emulator/api/" in item.path.as_posix() and _out(item, out)]
+    gone = [
+        item for item in items if "tests/emulator/api/" in item.path.as_posix() and _out(item, out)
+    ]
     if gone:
         items[:] = [item for item in items if item not in gone]
         config.hook.pytest_deselected(items=gone)

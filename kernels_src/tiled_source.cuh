@@ -1,8 +1,8 @@
-// Rows of each cache format as rows of one output dtype: RNE(float32(code) * scale) for fp8, bits as
-// they are where the dtype is the output's, else one rounding.
+// Rows of e4m3 in tiles as rows of an output dtype: RNE(float32(code) * scale), and a rotary
+// part as it is, or rounded once.
 //
 // A unit is what makes one vector of output, so that every store fills whole sectors, and a load
-// asks for as few bytes as belong to it: 4 for float32 from fp8, 32 for 16 bits from float32.
+// asks for as few bytes as belong to it: 4 or 8 codes.
 
 #pragma once
 
@@ -11,44 +11,6 @@
 #include "row_places.cuh"
 
 namespace cupy_mla {
-
-// [latent | rope] of one dtype, in fp8 with the layer's scale.
-template <class Element, class OutputType>
-struct FlatSource {
-  using Output = OutputType;
-  static constexpr bool kLayerScale = sizeof(typename Element::Bits) == 1;
-  static constexpr int kPlanes = 1;
-  static constexpr int kUnit = kVectorElements<Output>;
-  static constexpr int kUnitBytes = kUnit * sizeof(typename Element::Bits);
-  static_assert(!kSame<Element, Output>, "rows of the output's dtype are copied");
-  using Fragment = Words<kUnitBytes>;
-
-  float scale;
-
-  __device__ __forceinline__ static bool reads_vectors(const ReadParams& p) {
-    return p.width % kUnit == 0 && address_bits(p.source[0]) % kWordsAlignment<kUnitBytes> == 0;
-  }
-
-  __device__ __forceinline__ static Fragment load(const u8* row, const u8*, u32 unit) {
-    return load_words<kUnitBytes>(row + unit * kUnitBytes);
-  }
-
-  __device__ __forceinline__ uint4 decode(const Fragment& fragment, u32) const {
-    float values[kUnit];
-    widen_words<Element>(fragment, values);
-    if constexpr (kLayerScale) {
-      for (float& value : values) value = mul_rn_f32(value, scale);
-    }
-    return narrow_vector<Output>(values);
-  }
-
-  __device__ __forceinline__ typename Output::Bits decode_element(const u8* row, const u8*,
-                                                                  i32 i) const {
-    using Bits = typename Element::Bits;
-    const float value = widen_bits<Element>(reinterpret_cast<const Bits*>(row)[i]);
-    return narrow<Output>(kLayerScale ? mul_rn_f32(value, scale) : value);
-  }
-};
 
 // e4m3 in tiles with scales of their own, which lie where the second plane says, and bf16 behind
 // where the layout has a rotary part.
@@ -63,7 +25,7 @@ struct TiledSource {
   static_assert(layout::kNopeOffset == 0, "codes come first");
   static_assert(layout::kTile % kUnit == 0, "no unit straddles two tiles");
   static_assert(layout::kRopeDim % kUnit == 0, "the rotary part is whole units");
-  static_assert(layout::kRopeDim == 0 || layout::kRopeOffset % kVectorBytes == 0,
+  static_assert(layout::kRopeDim == 0 || layout::kRopeOffset % i32{kVectorBytes} == 0,
                 "the rotary part can be read as vectors");
 
   struct Fragment {
@@ -113,8 +75,7 @@ struct TiledSource {
   __device__ __forceinline__ typename Output::Bits decode_element(const u8* row, const u8* scales,
                                                                   i32 i) const {
     if (layout::kRopeDim != 0 && i >= layout::kLoraRank) {
-      const u32 bits =
-          load_unaligned<2>(row + layout::kRopeOffset + (i - layout::kLoraRank) * 2);
+      const u32 bits = load_unaligned<2>(row + layout::kRopeOffset + (i - layout::kLoraRank) * 2);
       if constexpr (kSame<Output, Bfloat16>) return static_cast<u16>(bits);
       return narrow<Output>(Bfloat16::widen(bits));
     }

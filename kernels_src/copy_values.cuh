@@ -1,0 +1,57 @@
+// float32 values as rows of 16- and 32-bit floats: [latent | rope].
+
+#pragma once
+
+#include "elements.cuh"
+#include "norm.cuh"
+#include "numbers.cuh"
+#include "types.cuh"
+
+namespace cupy_mla {
+
+template <class InputType>
+struct CopyValues {
+  using Input = InputType;
+  using Bits = typename Input::Bits;
+  static constexpr bool kLayerScale = false;
+  static constexpr bool kSaturates = false;
+
+  bool streaming;
+
+  __device__ __forceinline__ CopyValues(float, bool, bool streaming) : streaming(streaming) {}
+
+  __device__ __forceinline__ static u8* rope_of(u8* row, i32 lora_rank) {
+    return row + lora_rank * i64{sizeof(Bits)};
+  }
+
+  // The lane's run of a latent part of kWideRow elements at an address of vector alignment.
+  __device__ __forceinline__ void store_run(const float (&values)[kRun], u8* latent,
+                                            i32 lane) const {
+    u8* destination = latent + lane * i64{kRun * sizeof(Bits)};
+    constexpr int kElements = kVectorElements<Input>;
+#pragma unroll
+    for (int i = 0; i < kRun / kElements; ++i) {
+      store_vector(destination + i * kVectorBytes, pack_vector<Input>(values, i * kElements),
+                   streaming);
+    }
+  }
+
+  // The first `count` values from element `first` on, at any address.
+  __device__ __forceinline__ void store_run_by_element(const float (&values)[kRun], i32 first,
+                                                       i32 count, u8* latent) const {
+    auto* elements = reinterpret_cast<Bits*>(latent) + first;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      if (i < count) elements[i] = narrow<Input>(values[i]);
+    }
+  }
+
+  __device__ __forceinline__ void store_pair(float a, float b, i32 first, i32 second,
+                                             u8* rope) const {
+    store_two<Bits>(rope, first, second, narrow<Input>(a), narrow<Input>(b));
+  }
+
+  __device__ __forceinline__ bool is_saturated(float) const { return false; }
+};
+
+}  // namespace cupy_mla
