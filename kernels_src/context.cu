@@ -20,55 +20,73 @@
 
 namespace cupy_mla {
 
+// What a warp needs for each of its rows.
 template <class Format>
-struct ContextWarp {
+struct ContextRows {
   using Input = typename Format::Input;
 
   const ContextParams& p;
+  const SharedWeights& weights;
   const Format format;
-  const i32 lane;
+  const u8* kv;          // the layer's
+  const u8* weight_row;  // the layer's
+  const u8* angles;      // of the lane's own token
+  i32 lane;
+  bool from_vectors;  // of kWideRow elements each
+  bool to_vectors;
 
-  // One lane's share of a row that goes to `row`.
-  __device__ __forceinline__ void store(const KeyRow& source, const KeyFragment<Input>& fragment,
-                                        const float (&weight)[kRun], u8* row, Tally& tally) const {
-    float values[kRun];
-    norm_run(p.norm, fragment, weight, values);
-    format.store_run(values, row, lane);
-    if (p.collect_stats) count(values, kRun, tally);
-    store_rope(source, fragment.pair, row, tally);
+  // Row k of the warp.
+  __device__ __forceinline__ KeyRow find(i32 token, i32 k) const {
+    const u8* latent = kv + token * p.kv_token_stride;
+    const u8* rope = latent + p.norm.lora_rank * i64{sizeof(typename Input::Bits)};
+    return {latent, rope, shuffle_pointer(angles, k)};
   }
 
-  // The same from and to any address, for any width.
-  __device__ __forceinline__ void store_by_element(const KeyRow& source, const u8* weight, u8* row,
-                                                   Tally& tally) const {
-    const PairBits pair = load_first_pair<Input>(p.norm, source, lane);
-    norm_by_element<Input>(p.norm, source.latent, weight, lane,
-                           [&](i32 first, i32 count_of_run, const float (&values)[kRun]) {
-                             format.store_run_by_element(values, first, count_of_run, row);
-                             if (p.collect_stats) count(values, count_of_run, tally);
-                           });
-    store_rope(source, pair, row, tally);
+  __device__ __forceinline__ KeyFragment<Input> load(const KeyRow& row) const {
+    KeyFragment<Input> fragment{};
+    if (from_vectors) {
+      load_run(row.latent, lane, fragment);
+    } else if constexpr (Format::kTiled) {
+      load_run_by_element(row.latent, lane, fragment);
+    }
+    fragment.pair = load_first_pair<Input>(p.norm, row, lane);
+    return fragment;
   }
 
-  __device__ __forceinline__ void store_rope(const KeyRow& source, const PairBits& pair, u8* row,
-                                             Tally& tally) const {
-    u8* rope = Format::rope_of(row, p.norm.lora_rank);
-    rotate_key<Input>(p.norm, source, pair, lane, [&](const PairPlaces& places, float a, float b) {
-      format.store_pair(a, b, places.first, places.second, rope);
-      if (!p.collect_stats) return;
-      // fp8_ds_mla does not scale this part, and then nothing saturates.
-      const float values[2] = {a, b};
-      count(values, 2, tally);
-    });
+  __device__ __forceinline__ void store(const KeyRow& row, const KeyFragment<Input>& fragment,
+                                        u8* to, Tally& tally) const {
+    // Tiles are always of whole runs, which flat rows are at this width and alignment alone.
+    const bool by_runs = Format::kTiled || (from_vectors && to_vectors);
+    if (by_runs) {
+      float values[kRun];
+      widen_vectors<Input>(fragment.latent, values);
+      norm_run<Input>(p.norm, weights, lane, values);
+      format.store_run(values, to, lane, to_vectors);
+      count(values, tally);
+    }
+    if constexpr (!Format::kTiled) {
+      if (!by_runs) {
+        norm_by_element<Input>(p.norm, row.latent, weight_row, lane, [&](i32 i, float value) {
+          format.store_element(value, i, to);
+          count({value}, tally);
+        });
+      }
+    }
+    u8* rope = Format::rope_of(to, p.norm.lora_rank);
+    rotate_key<Input>(p.norm, row, fragment.pair, lane,
+                      [&](const PairPlaces& places, float a, float b) {
+                        format.store_pair(a, b, places.first, places.second, rope);
+                        count({a, b}, tally);
+                      });
   }
 
   template <int kCount>
-  __device__ __forceinline__ void count(const float (&values)[kCount], i32 used,
-                                        Tally& tally) const {
+  __device__ __forceinline__ void count(const float (&values)[kCount], Tally& tally) const {
+    if (!p.collect_stats) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (i >= used) continue;
-      tally.nonfinite += is_nonfinite<Float32>(bits_of(values[i]));
+      // Not by the mask of is_nonfinite(): the compiler would make a flushing comparison of that.
+      tally.nonfinite += bits_of(abs_f32(values[i])) >= kInfinityBits;
       tally.saturated += format.is_saturated(values[i]);
     }
   }
@@ -103,69 +121,55 @@ __device__ __forceinline__ void context(const ContextParams& p) {
       loaded_position = load_slot({p.positions, p.position_bytes}, own_token, p.position_bytes);
     }
   }
-  const u8* kv = p.kv + layer * p.kv_layer_stride;
-  const u8* weight_row = p.weight + layer * p.norm.weight_stride;
-  const bool from_vectors =
-      p.norm.lora_rank == kWideRow && is_vector_aligned(address_of(kv) | p.kv_token_stride);
-  float weight[kRun] = {};
-  if (from_vectors && first_token < end_token) {
-    load_numbers(weight_row + lane * kRun * number_bytes(p.norm.weight_type), p.norm.weight_type,
-                 weight);
-  }
   const LayerEntry entry = *entry_address;
-  const Format format(Format::kLayerScale ? scale_of(entry) : 0.0f, entry.scale_ue8m0 != 0,
-                      p.stream_stores != 0);
+  SharedWeights& weights = block_shared<SharedWeights>();
+  const u8* weight_row = p.weight + layer * p.norm.weight_stride;
+  const bool is_wide = p.norm.lora_rank == kWideRow;
+  if (is_wide) weights.fill(weight_row, p.norm.weight_type);
 
   const u8* angles = nullptr;
   if (p.norm.rope.width != 0) {
     angles = find_angles(p.norm.rope, p.table, slot_of(loaded_position, p.position_bytes));
   }
-  const auto row_of = [&](i32 token, i32 k) -> KeyRow {
-    const u8* latent = kv + token * p.kv_token_stride;
-    const u8* rope = latent + p.norm.lora_rank * i64{sizeof(typename Input::Bits)};
-    return {latent, rope, shuffle_pointer(angles, k)};
-  };
-
-  KeyRow row{};
-  KeyFragment<Input> fragment{};
-  if (first_token < end_token) {
-    row = row_of(first_token, 0);
-    if (from_vectors) fragment = load_key<Input>(p.norm, row, lane);
-  }
-
+  const u8* kv = p.kv + layer * p.kv_layer_stride;
+  const ContextRows<Format> rows = {
+      p,
+      weights,
+      Format(Format::kLayerScale ? scale_of(entry) : 0.0f, entry.scale_ue8m0 != 0,
+             p.stream_stores != 0),
+      kv,
+      weight_row,
+      angles,
+      lane,
+      is_wide && is_vector_aligned(address_of(kv) | p.kv_token_stride),
+      is_vector_aligned(address_of(entry.cache) | entry.block_stride | entry.row_stride)};
   Tally tally = {0, 0, 0, 0};
   u8* destination = nullptr;
   if (has_token) {
     const Ledger ledger = {p.counters + layer * kCounters, p.errors};
-    const bool has_position = p.norm.rope.width == 0 || angles != nullptr;
     destination = claim_row(entry, ledger, layer, own_token, slot_of(loaded_slot, p.slot_bytes),
-                            has_position, tally);
+                            p.norm.rope.width == 0 || angles != nullptr, tally);
   }
-  const bool by_vectors = from_vectors && is_vector_aligned(address_of(entry.cache) |
-                                                            entry.block_stride | entry.row_stride);
+  __syncthreads();
 
-  const ContextWarp<Format> warp{p, format, lane};
-  for (i32 token = first_token, k = 0; token < end_token; token += warps, ++k) {
-    KeyRow next_row{};
+  // Row k is on its way while the one before it is worked on.
+  KeyFragment<Input> fragment{};
+  for (i32 k = 0, token = first_token;; ++k, token += warps) {
     KeyFragment<Input> next{};
-    if (token + warps < end_token) {
-      next_row = row_of(token + warps, k + 1);
-      if (from_vectors) next = load_key<Input>(p.norm, next_row, lane);
-    }
-    u8* to = shuffle_pointer(destination, k);
-    if (to != nullptr) {
+    if (token < end_token) next = rows.load(rows.find(token, k));
+    if (k == 0) {
+      __syncthreads();
+    } else {
+      const i32 last = token - warps;
+      u8* to = shuffle_pointer(destination, k - 1);
       const u32 before = tally.nonfinite;
-      if (by_vectors) {
-        warp.store(row, fragment, weight, to, tally);
-      } else {
-        warp.store_by_element(row, weight_row, to, tally);
-      }
+      if (to != nullptr) rows.store(rows.find(last, k - 1), fragment, to, tally);
       if (p.collect_stats && tally.nonfinite != before) {
-        const i64 slot = slot_of(load_slot(slots, token, p.slot_bytes), p.slot_bytes);
-        record_first(&p.errors[kErrorNonfinite], layer, token, slot);
+        const i64 slot = slot_of(load_slot(slots, last, p.slot_bytes), p.slot_bytes);
+        record_first(&p.errors[kErrorNonfinite], layer, last, slot);
       }
     }
-    row = next_row;
+    if (token >= end_token) break;
     fragment = next;
   }
   if (p.collect_stats) add_to_counters(tally, &p.counters[layer * kCounters]);

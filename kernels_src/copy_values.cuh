@@ -14,7 +14,7 @@ struct CopyValues {
   using Input = InputType;
   using Bits = typename Input::Bits;
   static constexpr bool kLayerScale = false;
-  static constexpr bool kSaturates = false;
+  static constexpr bool kTiled = false;
 
   bool streaming;
 
@@ -25,8 +25,8 @@ struct CopyValues {
   }
 
   // The lane's run of a latent part of kWideRow elements at an address of vector alignment.
-  __device__ __forceinline__ void store_run(const float (&values)[kRun], u8* latent,
-                                            i32 lane) const {
+  __device__ __forceinline__ void store_run(const float (&values)[kRun], u8* latent, i32 lane,
+                                            bool) const {
     u8* destination = latent + lane * i64{kRun * sizeof(Bits)};
     constexpr int kElements = kVectorElements<Input>;
 #pragma unroll
@@ -36,14 +36,8 @@ struct CopyValues {
     }
   }
 
-  // The first `count` values from element `first` on, at any address.
-  __device__ __forceinline__ void store_run_by_element(const float (&values)[kRun], i32 first,
-                                                       i32 count, u8* latent) const {
-    auto* elements = reinterpret_cast<Bits*>(latent) + first;
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      if (i < count) elements[i] = narrow<Input>(values[i]);
-    }
+  __device__ __forceinline__ void store_element(float value, i32 i, u8* latent) const {
+    reinterpret_cast<Bits*>(latent)[i] = narrow<Input>(value);
   }
 
   __device__ __forceinline__ void store_pair(float a, float b, i32 first, i32 second,

@@ -5,6 +5,7 @@
 
 #include "ds_mla_rows.cuh"
 #include "encode_run.cuh"
+#include "lanes.cuh"
 #include "memory.cuh"
 #include "paging.cuh"
 
@@ -13,7 +14,6 @@ namespace cupy_mla {
 // `Row` gives a source row: read_run(first, values), read_value(i) and, of the rotary part,
 // read_bf16(first) and read_bf16_bits(i).
 struct DsMlaDestination {
-  static constexpr u32 kLanes = DsMlaRows::kWarp;
   static_assert(DsMlaRows::kUnit == kRun, "a warp holds the latent part");
 
   DsMlaRows rows;
@@ -26,11 +26,7 @@ struct DsMlaDestination {
   // The scale of the lane's tile by the largest magnitude of its own elements; all lanes of the
   // warp take part.
   __device__ __forceinline__ float tile_scale(float amax) const {
-#pragma unroll
-    for (u32 step = DsMlaRows::kTileLanes / 2; step > 0; step /= 2) {
-      amax = max_f32(amax, __shfl_xor_sync(DsMlaRows::kAllLanes, amax, step));
-    }
-    return rows.tile_scale(amax);
+    return rows.tile_scale(max_over_lanes<DsMlaRows::kTileLanes>(amax));
   }
 
   template <class Row>
@@ -72,7 +68,7 @@ struct DsMlaDestination {
       store_unaligned<4>(destination + layout::kScaleOffset + lane / DsMlaRows::kTileLanes * 4,
                          bits_of(scale));
     }
-    for (u32 i = lane; i < layout::kRopeDim; i += kLanes) {
+    for (u32 i = lane; i < layout::kRopeDim; i += DsMlaRows::kWarp) {
       store_unaligned<2>(destination + layout::kRopeOffset + 2 * i,
                          row.read_bf16_bits(layout::kLoraRank + static_cast<i32>(i)));
     }

@@ -8,6 +8,7 @@
 #include "lanes.cuh"
 #include "norm.cuh"
 #include "numbers.cuh"
+#include "quotients.cuh"
 #include "types.cuh"
 
 namespace cupy_mla {
@@ -15,7 +16,7 @@ namespace cupy_mla {
 struct DsMlaValues {
   using Input = DsMlaRows::Input;
   static constexpr bool kLayerScale = false;
-  static constexpr bool kSaturates = false;  // a scale is at least amax / 448
+  static constexpr bool kTiled = true;
   static constexpr i32 kTileLanes = layout::kTile / kRun;
 
   static_assert(layout::kLoraRank == kWideRow, "a warp holds the latent part, a lane a run of it");
@@ -38,43 +39,27 @@ struct DsMlaValues {
 #pragma unroll
     for (float value : values) amax = max_f32(amax, abs_f32(value));
     const float scale = rows.tile_scale(max_over_lanes<kTileLanes>(amax));
-    const Divider<false> divider(scale);
     Encoded encoded;
     encoded.scale = bits_of(scale);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float quotients[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float value = values[4 * i + j];
-        quotients[j] = divider.is_usual() ? value : divider.bring_near(value);
-      }
-#pragma unroll
-      for (float& quotient : quotients) quotient = divider.divide(quotient);
-      encoded.codes[i] = E4m3::encode(quotients);
-    }
+    encode_quotients<E4m3>(Divider<false>(scale), values, encoded.codes);
     return encoded;
   }
 
-  // The lane's run of a latent part at an address of vector alignment, and the tiles' scales.
-  __device__ __forceinline__ void store_run(const float (&values)[kRun], u8* latent,
-                                            i32 lane) const {
+  // The lane's run of a latent part, and the tiles' scales. `to_vectors`: at an address of vector
+  // alignment.
+  __device__ __forceinline__ void store_run(const float (&values)[kRun], u8* latent, i32 lane,
+                                            bool to_vectors) const {
     const Encoded encoded = encode(values);
     const u32(&codes)[4] = encoded.codes;
-    store_vector(latent + lane * kRun, {codes[0], codes[1], codes[2], codes[3]}, rows.streaming);
-    if (lane % kTileLanes == 0) {
-      reinterpret_cast<u32*>(latent + layout::kScaleOffset)[lane / kTileLanes] = encoded.scale;
-    }
-  }
-
-  // The same at any address; the run is a whole one.
-  __device__ __forceinline__ void store_run_by_element(const float (&values)[kRun], i32 first, i32,
-                                                       u8* latent) const {
-    const Encoded encoded = encode(values);
+    u8* scale = latent + layout::kScaleOffset + lane / kTileLanes * 4;
+    const bool has_scale = lane % kTileLanes == 0;
+    if (to_vectors) {
+      store_vector(latent + lane * kRun, {codes[0], codes[1], codes[2], codes[3]}, rows.streaming);
+      if (has_scale) *reinterpret_cast<u32*>(scale) = encoded.scale;
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_unaligned<4>(latent + first + 4 * i, encoded.codes[i]);
-    if (first % layout::kTile == 0) {
-      store_unaligned<4>(latent + layout::kScaleOffset + first / layout::kTile * 4, encoded.scale);
+      for (int i = 0; i < 4; ++i) store_unaligned<4>(latent + lane * kRun + 4 * i, codes[i]);
+      if (has_scale) store_unaligned<4>(scale, encoded.scale);
     }
   }
 
@@ -89,6 +74,7 @@ struct DsMlaValues {
     }
   }
 
+  // No code saturates: a scale is at least amax / 448, and by an infinite one Inf becomes NaN.
   __device__ __forceinline__ bool is_saturated(float) const { return false; }
 };
 

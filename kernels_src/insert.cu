@@ -44,8 +44,8 @@ __device__ __forceinline__ SlotArray find_slots(const InsertParams& p, i32 launc
 
 __device__ __forceinline__ LayerEntry find_cache(const InsertParams& p, i32 launch_layer,
                                                  i32 layer) {
-  LayerEntry entry = p.layer;
-  if (p.layers != nullptr) entry = p.layers[p.first_layer + launch_layer];
+  LayerEntry entry =
+      load_entry(p.layers != nullptr ? p.layers + p.first_layer + launch_layer : &p.layer);
   if (p.cache_ptrs != nullptr) entry.cache = p.cache_ptrs[layer];
   return entry;
 }
@@ -105,7 +105,6 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
   const i32 layer = find_layer(p, launch_layer);
   const SlotArray slots = find_slots(p, launch_layer, layer);
   if (slots.data == nullptr) return;  // all threads of the block
-  const LayerRows rows = find_rows(p, layer);
   const i32 first_token = block * p.block_tokens;
   const i32 end_token = min(first_token + p.block_tokens, p.tokens);
 
@@ -113,7 +112,12 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
   // equally long to come. Rows of padding are thus read for nothing; the inputs do have them.
   const i32 slot_token = first_token + static_cast<i32>(threadIdx.y * blockDim.x + threadIdx.x);
   u64 loaded_slot = 0;
-  if (slot_token < end_token) loaded_slot = load_slot(slots, slot_token, p.slot_bytes);
+  LayerEntry entry;
+  if (slot_token < end_token) {
+    entry = find_cache(p, launch_layer, layer);
+    loaded_slot = load_slot(slots, slot_token, p.slot_bytes);
+  }
+  const LayerRows rows = find_rows(p, layer);
   const u32 units = Format::units(rows.lora_rank, rows.rope_dim);
   const bool from_vectors = reads_vectors<Format>(rows);
   const Cursor cursor(rows, threadIdx.x);
@@ -133,7 +137,6 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
 
   Tally tally = {0, 0, 0, 0};
   if (slot_token < end_token) {
-    const LayerEntry entry = find_cache(p, launch_layer, layer);
     const i64 slot = slot_of(loaded_slot, p.slot_bytes);
     shared.destinations[slot_token - first_token] =
         claim_row(p, entry, layer, slot_token, slot, tally);

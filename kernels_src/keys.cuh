@@ -28,7 +28,7 @@ struct KeyRow {
 };
 
 // What a lane loads of a key before anything is computed: its run of a latent part of kWideRow
-// elements from an address of vector alignment, and its first pair.
+// elements, and its first pair.
 template <class Input>
 struct KeyFragment {
   uint4 latent[kRun / kVectorElements<Input>];
@@ -42,48 +42,53 @@ __device__ __forceinline__ PairBits load_first_pair(const KeyNorm& norm, const K
   return load_pair<Input>(norm.rope, row.angles, row.rope, lane);
 }
 
+// From an address of vector alignment.
 template <class Input>
-__device__ __forceinline__ KeyFragment<Input> load_key(const KeyNorm& norm, const KeyRow& row,
-                                                       i32 lane) {
-  KeyFragment<Input> fragment;
-  const u8* source = row.latent + lane * i64{kRun * sizeof(typename Input::Bits)};
+__device__ __forceinline__ void load_run(const u8* latent, i32 lane, KeyFragment<Input>& fragment) {
+  const u8* source = latent + lane * i64{kRun * sizeof(typename Input::Bits)};
 #pragma unroll
   for (int i = 0; i < kRun / kVectorElements<Input>; ++i) {
     fragment.latent[i] = load_vector(source + i * kVectorBytes);
   }
-  fragment.pair = load_first_pair<Input>(norm, row, lane);
-  return fragment;
 }
 
-template <class Input, int kCount>
-__device__ __forceinline__ void round_if_staged(const KeyNorm& norm, float (&values)[kCount]) {
+// From any address; of elements of 16 bits.
+template <class Input>
+__device__ __forceinline__ void load_run_by_element(const u8* latent, i32 lane,
+                                                    KeyFragment<Input>& fragment) {
+  const auto* elements = reinterpret_cast<const u16*>(latent) + lane * kRun;
+  u32 words[kRun / 2];
+#pragma unroll
+  for (int i = 0; i < kRun / 2; ++i) {
+    words[i] = elements[2 * i] | static_cast<u32>(elements[2 * i + 1]) << 16;
+  }
+  fragment.latent[0] = {words[0], words[1], words[2], words[3]};
+  fragment.latent[1] = {words[4], words[5], words[6], words[7]};
+}
+
+template <class Input>
+__device__ __forceinline__ float round_if_staged(const KeyNorm& norm, float value) {
+  return norm.staged ? rounded<Input>(value) : value;
+}
+
+// RMSNorm of a latent part of kWideRow elements, of which the lane has a run.
+template <class Input>
+__device__ __forceinline__ void norm_run(const KeyNorm& norm, const SharedWeights& weights,
+                                         i32 lane, float (&values)[kRun]) {
+  const float sum = sum_over_lanes(add_squares(0.0f, values));
+  weights.scale(values, reciprocal_root_of_wide_row(sum, norm.eps), lane);
   if (!norm.staged) return;
 #pragma unroll
-  for (float& value : values) value = rounded<Input>(value);
+  for (int i = 0; i < kRun; ++i) values[i] = rounded<Input>(values[i]);
 }
 
-// The lane's run of the normed latent part.
-template <class Input>
-__device__ __forceinline__ void norm_run(const KeyNorm& norm, const KeyFragment<Input>& fragment,
-                                         const float (&weight)[kRun], float (&values)[kRun]) {
-  for_each_quad<Input>(fragment.latent, [&](int i, const float (&four)[4]) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) values[4 * i + j] = four[j];
-  });
-  const float sum = sum_over_lanes(add_squares(0.0f, values));
-  scale_values(values, reciprocal_root_of_wide_row(sum, norm.eps), weight);
-  round_if_staged<Input>(norm, values);
-}
-
-// The same for any width and any address: calls store(first, count, values) run by run.
+// The same for any width and any address: calls store(i, y) for the elements that the lane has.
 template <class Input, class Store>
 __device__ __forceinline__ void norm_by_element(const KeyNorm& norm, const u8* latent,
                                                 const u8* weight, i32 lane, Store store) {
-  rms_norm_by_element<Input>(latent, norm.lora_rank, weight, norm.weight_type, norm.eps, lane,
-                             [&](i32 first, i32 count, float (&values)[kRun]) {
-                               round_if_staged<Input>(norm, values);
-                               store(first, count, values);
-                             });
+  rms_norm_by_element<Input>(
+      latent, norm.lora_rank, weight, norm.weight_type, norm.eps, lane,
+      [&](i32 i, float value) { store(i, round_if_staged<Input>(norm, value)); });
 }
 
 // Calls visit(places, a, b) for the rotated pairs that a lane has.
@@ -92,9 +97,8 @@ __device__ __forceinline__ void rotate_key(const KeyNorm& norm, const KeyRow& ro
                                            const PairBits& first, i32 lane, Visit visit) {
   for_each_pair<Input>(norm.rope, row.angles, row.rope, first, lane,
                        [&](const PairPlaces& places, float a, float b) {
-                         float pair[2] = {a, b};
-                         round_if_staged<Input>(norm, pair);
-                         visit(places, pair[0], pair[1]);
+                         visit(places, round_if_staged<Input>(norm, a),
+                               round_if_staged<Input>(norm, b));
                        });
 }
 

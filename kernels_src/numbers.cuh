@@ -38,6 +38,17 @@ __device__ __forceinline__ float load_number(const u8* numbers, i32 type, i64 i)
   return widen_number(load_number_bits(numbers, type, i), type);
 }
 
+// The values of vectors.
+template <class Type, int kVectors, int kCount>
+__device__ __forceinline__ void widen_vectors(const uint4 (&vectors)[kVectors],
+                                              float (&values)[kCount]) {
+  static_assert(kCount == kVectors * kVectorElements<Type>, "all of them");
+  for_each_quad<Type>(vectors, [&](int i, const float (&four)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) values[4 * i + j] = four[j];
+  });
+}
+
 // Consecutive numbers from any address of their alignment.
 template <class Type, int kCount>
 __device__ __forceinline__ void load_values(const u8* numbers, float (&values)[kCount]) {
@@ -50,10 +61,7 @@ __device__ __forceinline__ void load_values(const u8* numbers, float (&values)[k
       for (int i = 0; i < kBytes / static_cast<int>(kVectorBytes); ++i) {
         vectors[i] = reinterpret_cast<const uint4*>(numbers)[i];
       }
-      for_each_quad<Type>(vectors, [&](int i, const float (&four)[4]) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) values[4 * i + j] = four[j];
-      });
+      widen_vectors<Type>(vectors, values);
       return;
     }
   } else if constexpr (kBytes == 8 && kCount == 4) {

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "exact_math.cuh"
 #include "types.cuh"
 
 namespace cupy_mla {
@@ -32,6 +33,21 @@ struct alignas(16) LayerEntry {
   float scale_value;   // the scale where neither a table of scales nor `scale` has it
   i32 scale_ue8m0;     // block-scaled layouts: 1 = scales are powers of two
 };
+
+// Reads an entry, which may lie in a kernel's arguments, at once.
+__device__ __forceinline__ LayerEntry load_entry(const LayerEntry* source) {
+  union Vectors {
+    uint4 vectors[sizeof(LayerEntry) / sizeof(uint4)];
+    LayerEntry entry;
+    __device__ __forceinline__ Vectors() {}
+  } loaded;
+  static_assert(sizeof(LayerEntry) % sizeof(uint4) == 0, "an entry is whole vectors");
+#pragma unroll
+  for (u32 i = 0; i < sizeof(LayerEntry) / sizeof(uint4); ++i) {
+    loaded.vectors[i] = load_now(reinterpret_cast<const uint4*>(source) + i);
+  }
+  return loaded.entry;
+}
 
 __device__ __forceinline__ u8* row_address(const LayerEntry& layer, i64 slot) {
   i64 block;

@@ -71,6 +71,7 @@ __device__ __forceinline__ void for_each_pair(const RopeTable& table, const u8* 
                                               const u8* elements, PairBits bits, i32 lane,
                                               Visit visit) {
   const i32 half = table.width / 2;
+#pragma unroll 1
   for (i32 pair = lane; pair < half;) {
     float a = 0.0f;
     float b = 0.0f;

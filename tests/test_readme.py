@@ -21,6 +21,7 @@ from cupy_mla.layouts import LAYOUT_NAMES
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 TEXT = README.read_text(encoding="utf-8")
+REWRITE = "`python -m tests.test_readme` writes the tables again"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S)
 
 
@@ -47,8 +48,7 @@ def layout_tables() -> str:
 
 
 def test_the_layout_tables_are_the_package_s_own() -> None:
-    written = between(TEXT, "layouts")
-    assert written == layout_tables(), "python -m tests.test_readme writes them again"
+    assert between(TEXT, "layouts") == layout_tables(), REWRITE
 
 
 def test_the_tables_show_the_published_offsets() -> None:
@@ -121,53 +121,41 @@ NO_OPERATION = {
     "register_backend",
     "select_cache_policy",
 }
-# The method of a backend that an operation comes down to.
-METHODS = {
-    "GroupedCacheWriter.insert": "insert",
-    "GroupedCacheWriter.insert_context": "insert_context",
-    "FusedNormRope": "norm_rope",
-    "audit_cache": "host_rows",
-    "concat_and_cache_mla": "insert",
-    "concat_and_cache_mla_grouped": "insert_grouped",
-    "convert_cache": "convert",
-    "cp_gather_and_upconvert_fp8_kv_cache": "gather",
-    "cp_gather_indexer_k_quant_cache": "gather_indexer",
-    "fused_norm_rope": "norm_rope",
-    "fused_q": "fused_q",
-    "gather_and_maybe_dequant_cache": "gather",
-    "gather_cache": "gather",
-    "indexer_k_quant_and_cache": "insert_indexer",
-    "read_slots": "read_slots",
-}
+# Operations that share a row, what they read or write, and the method of a backend that they come
+# down to: a backend that lacks the method does not have the operation.
+OPERATIONS = [
+    (("concat_and_cache_mla",), "all", "insert"),
+    (("concat_and_cache_mla_grouped",), "all", "insert_grouped"),
+    (("GroupedCacheWriter.insert",), "all", "insert"),
+    (("GroupedCacheWriter.insert_context",), "all", "insert_context"),
+    (("fused_norm_rope", "FusedNormRope"), "all, and `indexer_fp8`", "norm_rope"),
+    (("fused_q",), "none, queries", "fused_q"),
+    (("indexer_k_quant_and_cache",), "`indexer_fp8`", "insert_indexer"),
+    (("read_slots",), "all", "read_slots"),
+    (("gather_cache", "gather_and_maybe_dequant_cache"), "all", "gather"),
+    (("cp_gather_and_upconvert_fp8_kv_cache",), "`fp8_ds_mla`", "gather"),
+    (("cp_gather_indexer_k_quant_cache",), "`indexer_fp8`", "gather_indexer"),
+    (("convert_cache",), "all", "convert"),
+    (("audit_cache",), "all", "host_rows"),
+]
 
 
-def support() -> dict[str, dict[str, str]]:
-    """operation -> {column: cell}, as README has it."""
-    table = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in between(TEXT, "support").splitlines()
-    ]
-    header, _, *rows = table
-    assert header == ["operation", "formats", "NumPy", "CUDA"]
-    return {
-        operation.strip("`"): dict(zip(header[1:], row[1:], strict=True))
-        for row in rows
-        for operation in row[0].split(", ")
-    }
+def support_table() -> str:
+    lines = ["| operation | formats | NumPy | CUDA |", "| --- | --- | --- | --- |"]
+    for names, formats, method in OPERATIONS:
+        listed = ", ".join(f"`{name}`" for name in names)
+        has = ("yes" if hasattr(it, method) else "no" for it in (NumpyBackend, CudaBackend))
+        lines.append(f"| {listed} | {formats} | {' | '.join(has)} |")
+    return "\n".join([*lines, ""])
 
 
-def test_support_table_names_every_operation() -> None:
-    listed = {operation.partition(".")[0] for operation in support()}
+def test_the_support_table_is_what_the_backends_have() -> None:
+    assert between(TEXT, "support") == support_table(), REWRITE
+
+
+def test_the_support_table_has_every_operation() -> None:
+    listed = {name.partition(".")[0] for names, _, _ in OPERATIONS for name in names}
     assert listed == set(cupy_mla.__all__) - NO_OPERATION
-
-
-@pytest.mark.parametrize("operation", list(support()))
-def test_support_table_says_yes_where_the_backend_has_the_operation(operation: str) -> None:
-    method = METHODS[operation]
-    backends = {"NumPy": NumpyBackend, "CUDA": CudaBackend}
-    for name, backend in backends.items():
-        expected = "yes" if hasattr(backend, method) else "no"
-        assert support()[operation][name] == expected, f"{name} and {operation}"
 
 
 def rows_of(layout: cupy_mla.CacheLayout) -> tuple[np.ndarray, np.ndarray]:
@@ -204,8 +192,13 @@ def test_the_grouped_function_takes_no_numpy_arrays(name: str) -> None:
         )
 
 
+def replaced(text: str, mark: str, new: str) -> str:
+    """Put `new` between <!-- mark:begin --> and <!-- mark:end -->."""
+    head, begin, rest = text.partition(f"<!-- {mark}:begin -->\n")
+    _, end, tail = rest.partition(f"<!-- {mark}:end -->")
+    return f"{head}{begin}{new}{end}{tail}"
+
+
 if __name__ == "__main__":
-    head, _, rest = TEXT.partition("<!-- layouts:begin -->\n")
-    tail = rest.partition("<!-- layouts:end -->")[2]
-    new = f"{head}<!-- layouts:begin -->\n{layout_tables()}<!-- layouts:end -->{tail}"
-    README.write_text(new, encoding="utf-8")
+    new = replaced(TEXT, "layouts", layout_tables())
+    README.write_text(replaced(new, "support", support_table()), encoding="utf-8")

@@ -14,6 +14,7 @@ from . import cupy_device, registry
 from .compiler import load
 from .device import Device
 from .insert import ALL_CACHES, ONE_CACHE, PreparedInsert, prepare, prepare_grouped
+from .read import CudaReads
 from .streams import Keeper, hold, wait_for_producers
 from .target import CallTarget, CudaTarget
 
@@ -44,7 +45,7 @@ def install(device: Device) -> None:
         _backends[device.ordinal] = CudaBackend(device)
 
 
-class CudaBackend:
+class CudaBackend(CudaReads):
     """Device arrays, by kernels.
 
     Parameters
@@ -53,6 +54,7 @@ class CudaBackend:
     """
 
     def __init__(self, device: Device) -> None:
+        super().__init__()
         self.device = device
         self._keeper = Keeper(device)
         self._calls: dict[Any, PreparedInsert] = {}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_mla.dtypes import DType
 from cupy_mla.errors import BackendUnavailable, CompileError
 
 from .device import Arguments, Memory
@@ -182,6 +183,15 @@ class CupyDevice:
         with self.current():
             owner = self._cupy.cuda.Memory(nbytes)
         return Memory(owner.ptr, nbytes, owner)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, framework: str) -> Any:
+        """Return a new array of torch for torch, else of CuPy."""
+        if framework == "torch":
+            torch = sys.modules["torch"]
+            device = torch.device("cuda", self.ordinal)
+            return torch.empty(shape, dtype=getattr(torch, dtype.name), device=device)
+        with self.current():
+            return self._cupy.ndarray(shape, dtype)
 
     def upload(self, memory: Memory, data: Array, stream: int) -> None:
         """Copy bytes to memory, in stream order."""

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cupy_mla.dtypes import DType
+
 Array = np.ndarray[Any, Any]
 
 
@@ -90,6 +92,12 @@ class Device(Protocol):
 
     def allocate(self, nbytes: int) -> Memory:
         """Allocate memory; its content is unspecified."""
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, framework: str) -> Any:
+        """Return a new array of a framework, or CuPy's for one without arrays of its own here.
+
+        It is allocated in the order of the framework's current stream; its content is unspecified.
+        """
 
     def upload(self, memory: Memory, data: Array, stream: int) -> None:
         """Copy bytes to memory, in stream order; `data` may change once this returns."""

@@ -16,6 +16,7 @@ _MAX_LANES = 144
 # Blocks a multiprocessor: a block's preparations pay off over many rows, but only while there are
 # blocks enough for several waves; few rows are rather spread than gathered.
 _MANY_BLOCKS = 16
+_WAVE_BLOCKS = 4
 _SOME_BLOCKS = 4
 _FEW_BLOCKS = 2
 
@@ -71,34 +72,79 @@ def insert_shape(
     LaunchShape(grid=5, block=(36, 1), blocks_per_layer=1, block_tokens=1)
     """
     lanes = _lanes(specialisation, lora_rank, rope_dim)
-    rows = min(MAX_THREADS // lanes, tokens)
-    in_flight = specialisation.input.rows_in_flight
+    rows = min(MAX_THREADS // lanes, tokens, specialisation.input.most_rows or tokens)
+    if max(layers * tokens, tokens) > INT32_END - 2**16:
+        raise ValueError(f"insert: layers and tokens must fit a grid, got {layers} and {tokens}")
 
     def blocks(block_tokens: int) -> int:
         return layers * -(-tokens // block_tokens)
 
-    def shape(rows: int, block_tokens: int) -> LaunchShape:
-        grid = blocks(block_tokens)
-        if max(grid, tokens) > INT32_END - 2**16:
-            raise ValueError(
-                f"insert: layers and tokens must fit a grid, got {layers} and {tokens}"
-            )
-        return LaunchShape(grid, (lanes, rows), grid // layers, block_tokens)
+    while rows > 1 and blocks(rows) < _FEW_BLOCKS * sm_count:
+        rows = (rows + 1) // 2
+    # A block's preparations pay off over several rows a thread, but only where there are more
+    # blocks than run at a time; a block's threads look up the slots of all its tokens at once.
+    turns = 1
+    while turns < min(specialisation.input.most_turns, lanes) and (
+        blocks(rows * turns) > _WAVE_BLOCKS * turns**2 * sm_count
+    ):
+        turns *= 2
+    grid = blocks(rows * turns)
+    return LaunchShape(grid, (lanes, rows), grid // layers, rows * turns)
 
+
+def read_shape(
+    specialisation: Specialisation, *, rows: int, size: int, unit: int, sm_count: int
+) -> LaunchShape:
+    """Choose the grid of a kernel that reads rows.
+
+    Parameters
+    ----------
+    specialisation : Specialisation
+    rows : int
+        At least 1.
+    size, unit : int
+        What a row holds, and how much of it a thread takes at a time. Rows that are no whole
+        units are read element by element.
+    sm_count : int
+        Multiprocessors of the device.
+
+    Examples
+    --------
+    >>> from cupy_mla._cuda import registry
+    >>> fp8 = registry.find("gather", "fp8_e4m3", "bfloat16")
+    >>> read_shape(fp8, rows=131072, size=576, unit=8, sm_count=132)
+    LaunchShape(grid=4096, block=(72, 4), blocks_per_layer=4096, block_tokens=32)
+    >>> read_shape(fp8, rows=1, size=576, unit=8, sm_count=132)
+    LaunchShape(grid=1, block=(72, 1), blocks_per_layer=1, block_tokens=1)
+    """
+    lanes = min(size, _WARP)
+    if specialisation.format.warp_a_row:
+        lanes = _WARP
+    elif size % unit == 0:
+        turns = -(-(size // unit) // _MAX_LANES)
+        lanes = -(-(size // unit) // turns)
+    at_a_time = min(MAX_THREADS // lanes, rows)
+    in_flight = specialisation.input.rows_in_flight
     choices = (
         (4 * in_flight, _MANY_BLOCKS),
         (2 * in_flight, _MANY_BLOCKS),
         (in_flight, _SOME_BLOCKS),
         (1, _FEW_BLOCKS),
     )
+    block_rows = at_a_time
     for turns, enough in choices:
-        # A block's threads look up the slots of all its tokens at once.
-        block_tokens = rows * min(turns, lanes)
-        if blocks(block_tokens) >= enough * sm_count:
-            return shape(rows, block_tokens)
-    while rows > 1 and blocks(rows) < _FEW_BLOCKS * sm_count:
-        rows = (rows + 1) // 2
-    return shape(rows, rows)
+        # A block's threads look up all its rows at once.
+        block_rows = at_a_time * min(turns, lanes)
+        if -(-rows // block_rows) >= enough * sm_count:
+            break
+    else:
+        while at_a_time > 1 and -(-rows // at_a_time) < _FEW_BLOCKS * sm_count:
+            at_a_time = (at_a_time + 1) // 2
+        block_rows = at_a_time
+    if rows > INT32_END - 2**16:
+        raise ValueError(f"{specialisation.kernel.name}: rows must fit a grid, got {rows}")
+    grid = -(-rows // block_rows)
+    return LaunchShape(grid, (lanes, at_a_time), grid, block_rows)
 
 
 def _lanes(specialisation: Specialisation, lora_rank: int, rope_dim: int) -> int:

@@ -29,11 +29,17 @@ class InputTuning(NamedTuple):
         Rows that a thread asks for before it stores the first one.
     min_blocks : int
         Blocks a multiprocessor that the compiler has to leave registers for; 0: its own choice.
+    most_turns : int
+        Rows that a thread of an insert stores at most.
+    most_rows : int
+        Rows that a block of an insert stores at a time at most; 0: as many as it has threads for.
     """
 
     dtype: str
     rows_in_flight: int
     min_blocks: int = 0
+    most_turns: int = 4
+    most_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class Kernel:
     structs : tuple of Struct
         What the argument refers to.
     formats : tuple of RowFormat
+    max_threads : int
+        Threads a block at most; 0: as many as `geometry` gives the others.
     """
 
     name: str
@@ -87,6 +95,7 @@ class Kernel:
     params: Struct
     structs: tuple[Struct, ...]
     formats: tuple[RowFormat, ...]
+    max_threads: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,13 +122,13 @@ class Specialisation:
 
 
 def _copies(name: str, unit: int) -> RowFormat:
-    return RowFormat(name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 4, 4),), unit)
+    return RowFormat(name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 2),), unit)
 
 
 def _flat_fp8(name: str, code: str) -> RowFormat:
     inputs = (
-        InputTuning("bfloat16", 2, 4),
-        InputTuning("float16", 2, 4),
+        InputTuning("bfloat16", 1),
+        InputTuning("float16", 1),
         InputTuning("float32", 1, 4),
     )
     template = f"FlatFp8Rows<cupy_mla::{code}, {{input}}>"
@@ -136,12 +145,11 @@ _ROW_FORMATS = (
         "fp8_ds_mla",
         "ds_mla_rows.cuh",
         "DsMlaRows",
-        (InputTuning("bfloat16", 2),),
+        (InputTuning("bfloat16", 2, most_turns=2, most_rows=4),),
         16,
         warp_a_row=True,
     ),
 )
-
 
 
 def _reads(name: str, element: str, outputs: dict[str, int]) -> RowFormat:
@@ -151,7 +159,7 @@ def _reads(name: str, element: str, outputs: dict[str, int]) -> RowFormat:
 
 
 def _tiled_reads(name: str) -> RowFormat:
-    tunings = (InputTuning("bfloat16", 4), InputTuning("float16", 4), InputTuning("float32", 4))
+    tunings = tuple(InputTuning(output, 4, 4) for output in ("bfloat16", "float16", "float32"))
     return RowFormat(name, "tiled_source.cuh", "TiledSource<{input}>", tunings, 8)
 
 
@@ -166,11 +174,11 @@ _READ_FORMATS = (
     _tiled_reads("indexer_fp8"),
 )
 
+_BYTES = (InputTuning("uint8", 4),)
 _COPY_FORMATS = (
-    RowFormat("bfloat16", "copy.cu", "Pieces<1>", (InputTuning("uint8", 4),), 16, serves="rows"),
-    RowFormat("indexer_fp8", "copy.cu", "Pieces<2>", (InputTuning("uint8", 4),), 16, serves="planes"),
+    RowFormat("bfloat16", "copy.cu", "Pieces<1>", _BYTES, 16, serves="rows"),
+    RowFormat("indexer_fp8", "copy.cu", "Pieces<2>", _BYTES, 16, serves="planes"),
 )
-
 
 _VALUES = (InputTuning("float32", 1),)
 _FLAT_DESTINATION = "flat_destination.cuh"
@@ -182,7 +190,7 @@ _WRITE_FORMATS = (
         "fp8_ds_mla",
         "ds_mla_destination.cuh",
         "DsMlaDestination",
-        _VALUES,
+        (InputTuning("float32", 1, 4),),
         16,
         warp_a_row=True,
     ),
@@ -198,7 +206,7 @@ def _value_copies(name: str) -> RowFormat:
 
 
 def _value_codes(name: str, code: str) -> RowFormat:
-    inputs = tuple(InputTuning(dtype, 1, 3) for dtype in _INPUT_TYPES)
+    inputs = tuple(InputTuning(dtype, 1, 3) for dtype in ("bfloat16", "float16", "float32"))
     template = f"FlatFp8Values<cupy_mla::{code}, {{input}}>"
     return RowFormat(name, "flat_fp8_values.cuh", template, inputs, 16, True)
 
@@ -249,6 +257,7 @@ KERNELS: dict[str, Kernel] = {
                 params_fused.KEY_NORM,
             ),
             _VALUE_FORMATS,
+            max_threads=256,
         ),
         Kernel("gather", "gather.cu", params.READ_PARAMS, _READ_STRUCTS, _READ_FORMATS),
         Kernel("copy", "copy.cu", params.READ_PARAMS, _READ_STRUCTS, _COPY_FORMATS),

@@ -101,7 +101,7 @@ def _build(specialisation: Specialisation, constants: str) -> Source:
         f"{constants}"
         "namespace tuning {\n"
         f"constexpr int kRowsInFlight = {specialisation.input.rows_in_flight};\n"
-        f"constexpr int kMaxThreads = {geometry.MAX_THREADS};\n"
+        f"constexpr int kMaxThreads = {kernel.max_threads or geometry.MAX_THREADS};\n"
         "}  // namespace tuning\n"
         f"{flatten((kernel.file, specialisation.format.header))}"
         '#line 1 "entry"\n'

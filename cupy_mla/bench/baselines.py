@@ -83,6 +83,8 @@ _COPY_THREADS = 288
 _COPY_TILE = 4 * _COPY_THREADS
 VECTOR = 16
 _READ_LANES, _READ_ROWS = 36, 8
+#: No GPU runs faster, so that a wait is never shorter than was asked for.
+_CYCLES_A_MICROSECOND = 3000
 _ELEMENTS = {"fp8_e4m3": "E4m3", "fp8_e5m2": "E5m2"}
 _INPUTS = {"bfloat16": "Bfloat16", "float16": "Float16", "float32": "Float32"}
 
@@ -225,7 +227,7 @@ class Baselines:
         if function is None:
             text = source(name, params, entry)
             function = self._functions[entry] = self.device.compile(text, entry)
-        return Launch(self, function, grid, block, Arguments(values), keep)
+        return Launch(self, function, grid, block, Arguments(values.tobytes()), keep)
 
     def _table(self, values: Array) -> Memory:
         """Put an array in device memory."""
@@ -237,10 +239,10 @@ class Baselines:
         """Return a kernel that does nothing."""
         return self._prepare("empty", EMPTY_PARAMS, EMPTY_PARAMS.zeros(), 1, (32, 1))
 
-    def spin(self, cycles: int) -> Launch:
-        """Return a kernel that keeps the device busy for some clock cycles."""
+    def spin(self, microseconds: float) -> Launch:
+        """Return a kernel that keeps the device busy for some time, or a little longer."""
         values = SPIN_PARAMS.zeros()
-        values["cycles"] = cycles
+        values["cycles"] = int(microseconds * _CYCLES_A_MICROSECOND)
         return self._prepare("spin", SPIN_PARAMS, values, 1, (1, 1))
 
     def flush(self, nbytes: int) -> Launch:

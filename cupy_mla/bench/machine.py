@@ -26,10 +26,11 @@ class Timer(Protocol):
     def capture_torch(self, torch: ModuleType, calls: Sequence[Call]) -> Any:
         """Return a graph of calls that run on torch's current stream."""
 
-    def replay(self, graph: Any, repeats: int, prelude: Call) -> list[float]:
+    def replay(self, graph: Any, repeats: int, prelude: Callable[[float], None]) -> list[float]:
         """Return the device time of each replay, with a prelude that is not counted before it.
 
-        The prelude launches work that keeps the device busy until the graph was handed over.
+        The prelude keeps the device busy for at least the time that it is given, so that the host
+        has handed the whole graph over when the device comes to it.
         """
 
     def host(self, call: Call, *, calls: int, batches: int) -> list[float]:
@@ -59,6 +60,10 @@ class Machine:
     baselines : Baselines
     torch : module or None
         torch, where it is importable and has the device.
+    torch_device : str
+        What torch calls the device.
+    torch_baselines : Baselines
+        The kernels on torch's current stream; those of `baselines` where there is no torch.
     facts : dict
         What reports say about the machine.
     notes : dict of str to str
@@ -69,6 +74,8 @@ class Machine:
     timer: Timer
     baselines: Baselines
     torch: ModuleType | None
+    torch_device: str
+    torch_baselines: Baselines
     facts: dict[str, Any]
     notes: dict[str, str] = field(default_factory=dict)
 

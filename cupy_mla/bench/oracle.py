@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,34 @@ _MORE = 2.0**-16
 _LARGEST: dict[DType, float] = {dtypes.FLOAT8_E4M3: 448.0, dtypes.FLOAT8_E5M2: 57344.0}
 
 
-def close(values: Array, dtype: DType, scale: Array | float = 1.0, **options: Any) -> Expected:
-    """Expect what float64 values become when they are divided by a scale and rounded once."""
+def close(
+    values: Array,
+    dtype: DType,
+    scale: Array | float = 1.0,
+    *,
+    rotated: bool = False,
+    decode: Callable[[Array], Array] = lambda output: output.astype(np.float64),
+) -> Expected:
+    """Expect what float64 values become when they are divided by a scale and rounded once.
+
+    Parameters
+    ----------
+    values : numpy.ndarray
+        float64 ``[..., W]``.
+    dtype : numpy.dtype
+        To which they are rounded.
+    scale : float or numpy.ndarray
+    rotated : bool
+        Whether a value may be a small difference of the large ones in its row.
+    decode : callable
+        As `Expected.decode`.
+    """
     step, least = _HALF_STEPS[dtype]
+    floor = least * np.asarray(scale)
+    if rotated:
+        floor = np.maximum(floor, np.abs(values).max(axis=-1, keepdims=True) * 2.0**-6)
     # Twice half a step: relative to the smaller end of a binade.
-    return Expected(values, 2 * step * (1 + 2.0**-7) + _MORE, least * np.asarray(scale), **options)
+    return Expected(values, 2 * step * (1 + 2.0**-7) + _MORE, floor, decode)
 
 
 def close_rows(
@@ -74,14 +98,10 @@ def close_rows(
 
     def decoded(part: slice) -> Any:
         def decode(cache: Array) -> Array:
-            stored = cache.view(np.uint8).reshape(-1, layout.row_bytes)[slots]
+            stored = row_bytes(layout, cache)[slots]
             return read_rows(layout, stored, scale)[:, part].astype(np.float64)
 
         return decode
-
-    def untouched(cache: Array) -> Array:
-        stored = cache.view(np.uint8).reshape(-1, layout.row_bytes)
-        return np.delete(stored, slots, axis=0)
 
     latent, rope = slice(0, layout.kv_lora_rank), slice(layout.kv_lora_rank, None)
     step: Array | float = 1.0
@@ -94,13 +114,35 @@ def close_rows(
         step = np.repeat(tiles / _LARGEST[code], layout.tile, axis=1)
     rope_dtype = code if layout.needs_scale else problem.input_dtype
     rope_step = step if layout.needs_scale else 1.0
-    others = problem.pool_blocks * problem.block_size - len(slots)
-    kept = np.full((others, layout.row_bytes), SENTINEL, np.uint8)
     return [
         (name, close(rows[:, latent], code, step, decode=decoded(latent))),
-        (name, close(rows[:, rope], rope_dtype, rope_step, decode=decoded(rope))),
-        (name, Expected(kept, decode=untouched)),
+        (name, close(rows[:, rope], rope_dtype, rope_step, rotated=True, decode=decoded(rope))),
+        (name, untouched(problem, slots)),
     ]
+
+
+def row_bytes(layout: CacheLayout, cache: Array) -> Array:
+    """Return all rows of a cache as bytes ``[slots, row_bytes]``, parts behind one another."""
+    blocks, size = cache.shape[:2]
+    raw = cache.view(np.uint8).reshape(blocks, -1)
+    starts = [(plane.start(size), plane.nbytes) for plane in layout.planes]
+    pieces = [raw[:, start : start + size * width].reshape(-1, width) for start, width in starts]
+    return np.concatenate(pieces, axis=1)
+
+
+def untouched(problem: Problem, slots: Array) -> Expected:
+    """Expect all rows of a cache but some to be as they were."""
+    layout = problem.layout
+    others = problem.pool_blocks * problem.block_size - len(slots)
+    kept = np.full((others, layout.row_bytes), SENTINEL, np.uint8)
+    return Expected(kept, decode=lambda cache: np.delete(row_bytes(layout, cache), slots, axis=0))
+
+
+def indexer_rows(layout: CacheLayout, cache: Array, slots: Array) -> Array:
+    """Return rows of a cache of indexer keys as numbers."""
+    rows = row_bytes(layout, cache)[slots].view(layout.row_dtype())[:, 0]
+    codes, scale = (rows[field.name].astype(np.float64) for field in layout.fields)
+    return np.asarray(codes * scale)
 
 
 def rms_norm(rows: Array, weight: Array, eps: float) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -50,7 +51,7 @@ def add_insert_peers(problem: Problem, instance: Instance, machine: Machine) -> 
     for name, maker in makers.items():
         if name in machine.notes:
             continue
-        alternative = guarded(machine.notes, name, lambda maker=maker: maker(step, machine))
+        alternative = guarded(machine.notes, name, functools.partial(maker, step, machine))
         if alternative is not None:
             instance.alternatives[name] = alternative
 

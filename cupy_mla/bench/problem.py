@@ -26,10 +26,6 @@ PATTERNS = ("contiguous", "random")
 class Arrays(Protocol):
     """Where arrays lie: `cupy_mla.cli._device.Device`, or the like."""
 
-    @property
-    def xp(self) -> Any:
-        """``numpy`` or ``cupy``."""
-
     def to_device(self, array: Array) -> Any:
         """Return a host array's values on the device."""
 
@@ -251,9 +247,9 @@ SENTINEL = 0xA5
 
 def new_cache(problem: Problem, arrays: Arrays) -> Any:
     """Return a cache whose bytes are all `SENTINEL`."""
-    cache = problem.layout.empty(problem.pool_blocks, problem.block_size, arrays.xp)
-    cache.view(np.uint8)[...] = SENTINEL
-    return cache
+    layout = problem.layout
+    shape = (problem.pool_blocks, problem.block_size, layout.width)
+    return new_output(shape, layout.storage_dtype, arrays)
 
 
 def new_output(shape: Sequence[int], dtype: DType, arrays: Arrays) -> Any:

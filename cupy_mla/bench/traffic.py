@@ -1,4 +1,4 @@
-"""The fewest bytes that an operation has to move: each input read once, each output written once."""
+"""The fewest bytes that an operation has to move: inputs read once, outputs written once."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from cupy_mla.dtypes import DType
 from cupy_mla.layouts import CacheLayout
 
 from . import fp8
+from .casts import narrow
 
 Array = np.ndarray[Any, Any]
 
@@ -83,7 +84,8 @@ def decode(
     -------
     array [n, stop - start]
         ``RNE(float32(code) * scale)`` for fp8 parts; 16- and 32-bit parts are bit copies where
-        `out_dtype` is their own, else converted by one rounding.
+        `out_dtype` is their own, else converted by one rounding. A NaN that is no bit copy becomes
+        the one code of `casts.narrow`.
     """
     stop = layout.kv_lora_rank + layout.rope_dim if stop is None else stop
     out = np.empty((rows.shape[0], stop - start), out_dtype)
@@ -107,8 +109,7 @@ def decode(
                 factor = np.repeat(structured["scale"], layout.tile, axis=1)[:, begin:end]
             with np.errstate(all="ignore"):
                 values = np.multiply(values, factor, dtype=np.float32)
-        with np.errstate(all="ignore"):
-            part[:] = values.astype(out_dtype)
+        part[:] = narrow(values, out_dtype)
     return out
 
 

@@ -98,19 +98,6 @@ def test_rows_at_odd_addresses_amid_nan(backend, insert_path, rng, fmt, lead):
     )
 
 
-def test_rows_one_byte_off_their_alignment(backend, insert_path, rng):
-    kv_c, k_pe = make_rows(rng, "bfloat16", 1, 3)
-    check_insert(
-        insert_path,
-        [make_cache(backend)],
-        kv_c,
-        k_pe,
-        np.array([2, 0, 7]),
-        kv_c_array=surrounded(backend, kv_c, offset=1),
-        may_refuse="kv_c",
-    )
-
-
 @one_of_each_kind
 def test_rows_in_reverse_token_order(backend, insert_path, rng, fmt):
     kv_c, k_pe = make_rows(rng, fmt, 1, 4)
@@ -144,6 +131,24 @@ def test_one_row_broadcast_to_all_tokens_and_layers(backend, insert_path, rng, f
         np.broadcast_to(k_pe, (2, 3, 64)).copy(),
         np.array([4, 1, 8]),
         kv_c_array=same,
+    )
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "fp8_e4m3"])
+def test_an_axis_of_one_element_may_have_any_stride(backend, insert_path, rng, fmt):
+    dtype = INPUT_DTYPES[fmt]
+    size = dtype.itemsize
+    kv_c, k_pe = make_rows(rng, fmt, 1, 3, 1, 1)
+    buffer = backend.buffer(np.concatenate([kv_c, k_pe], axis=2).reshape(-1).view(np.uint8))
+    strides = (1000 * size, 2 * size, 5 * size)  # of layers and of elements: never used
+    check_insert(
+        insert_path,
+        [make_cache(backend, fmt, rank=1, rope=1)],
+        kv_c,
+        k_pe,
+        np.array([2, 0, 7]),
+        kv_c_array=backend.view(buffer, (1, 3, 1), dtype, strides),
+        k_pe_array=backend.view(buffer, (1, 3, 1), dtype, strides, size),
     )
 
 

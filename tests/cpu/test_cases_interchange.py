@@ -204,6 +204,32 @@ def test_read_only_inputs_are_ordinary_inputs(backend, insert_path, rng, fmt):
     )
 
 
+class OnlyArrayInterface:
+    """A host array seen through __array_interface__ alone."""
+
+    def __init__(self, array):
+        self.keep = array
+        self.__array_interface__ = array.__array_interface__
+
+
+def test_host_arrays_that_speak_only_the_array_interface(rng):
+    kv_c = helpers.random_rows(rng, (2, 600), np.float32)[:, 3:515]
+    k_pe = helpers.random_rows(rng, (2, 64), np.float32)
+    slots = np.array([5, 0], np.int32)
+    pool = np.full((4, 6, 576), 7, np.float32)
+    cache = pool[:, 1:5]
+    concat_and_cache_mla(*map(OnlyArrayInterface, (kv_c, k_pe, cache, slots)))
+    expected = np.full((4, 4, 576), 7, np.float32)
+    expected[slots // 4, slots % 4] = np.concatenate([kv_c, k_pe], axis=1)
+    assert np.array_equal(cache, expected)
+    assert np.all(pool[:, [0, 5]] == 7)
+    rows = np.asarray(read_slots(OnlyArrayInterface(cache), OnlyArrayInterface(slots)))
+    assert np.array_equal(rows, expected[slots // 4, slots % 4])
+    frozen = OnlyArrayInterface(read_only(cache))
+    with helpers.rejected(ValueError, "concat_and_cache_mla", "kv_cache", "read-only"):
+        concat_and_cache_mla(kv_c, k_pe, frozen, slots)
+
+
 def test_host_arrays_that_speak_only_dlpack(rng):
     kv_c = helpers.random_rows(rng, (2, 512), np.float32)
     k_pe = helpers.random_rows(rng, (2, 64), np.float32)

@@ -103,6 +103,23 @@ def test_the_scale_is_multiplied_in_float32_with_one_rounding(backend):
     assert got.astype(np.float64).tolist() == [166.0, 0.007232666015625]
 
 
+def test_the_product_is_a_float32_before_it_is_rounded(backend):
+    """Products that float32 rounds to a tie of bfloat16, which a wider product would not see."""
+    bits = np.arange(0x3F80, 0x4180, dtype=np.uint16)
+    below = bits.view(oracle.BFLOAT16).astype(np.float32)
+    above = (bits + 1).view(oracle.BFLOAT16).astype(np.float32)
+    ties = (below + above) / 2
+    scales = (ties / np.float32(13)).astype(np.float32)
+    exact = scales.astype(np.float64) * 13
+    chosen = np.flatnonzero((scales * np.float32(13) == ties) & (exact != ties))
+    assert np.any((exact > ties)[chosen] & (bits[chosen] % 2 == 0))
+    cache = cache_of_codes(backend, "fp8_e4m3", np.array([0x55], np.uint8))  # 13.0
+    for index in chosen:
+        got = read_row(backend, cache, "fp8_e4m3", float(scales[index]), "bfloat16")
+        even = below[index] if bits[index] % 2 == 0 else above[index]
+        assert float(got[0]) == even
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("named", [True, False])

@@ -97,6 +97,22 @@ def test_a_large_insert_takes_at_most_twice_its_inputs(fmt):
         assert np.any(cache[0, 0].view(np.uint8) != 0)
 
 
+@pytest.mark.parametrize("fmt", ["fp8_e5m2", "fp8_ds_mla"])
+def test_a_large_insert_into_one_layer_takes_no_more_than_its_inputs(fmt):
+    """Temporaries do not grow with the number of tokens."""
+    tokens = 65536
+    values = np.ones((tokens, 576), oracle.BFLOAT16)
+    cache = np.zeros((tokens // 64, 64, 656 if fmt == "fp8_ds_mla" else 576), np.uint8)
+    slots = np.arange(tokens)
+    scale = 1.0 if fmt == "fp8_e5m2" else None
+
+    def call():
+        concat_and_cache_mla(values[:, :512], values[:, 512:], cache, slots, fmt, scale)
+
+    assert peak_of(call) <= values.nbytes
+    assert np.all(cache[:, :, :512] == (0x3C if fmt == "fp8_e5m2" else 0x7E))
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("fmt", ["bfloat16", "fp8_e4m3", "fp8_ds_mla"])
 def test_one_token_never_costs_a_copy_of_the_cache(fmt, padded):

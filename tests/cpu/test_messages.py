@@ -41,6 +41,14 @@ def swapped(array):
     return array.astype(array.dtype.newbyteorder(">"))
 
 
+def misaligned(array):
+    """The same values one byte further than their elements may lie."""
+    room = np.zeros(array.nbytes + 1, np.uint8)
+    moved = np.ndarray(array.shape, array.dtype, room, 1)
+    moved[...] = array
+    return moved
+
+
 class Rejected:
     """Arguments that replace those of a right call, and what the message must say."""
 
@@ -118,6 +126,23 @@ SINGLE = {
     ),
     "cache with a reversed last axis": Rejected(
         ValueError, "kv_cache", "stride", kv_cache=reversed_axis(ones(4, 4, 576))
+    ),
+    # alignment
+    "rows one byte off": Rejected(ValueError, "kv_c", "2-byte", kv_c=misaligned(ones(3, 512))),
+    "rotary parts one byte off": Rejected(
+        ValueError, "k_pe", "2-byte", k_pe=misaligned(ones(3, 64))
+    ),
+    "cache one byte off": Rejected(
+        ValueError, "kv_cache", "2-byte", kv_cache=misaligned(ones(4, 4, 576))
+    ),
+    "cache with an odd number of bytes between rows": Rejected(
+        ValueError,
+        "kv_cache",
+        "2-byte",
+        kv_cache=np.ndarray((4, 4, 576), BF16, np.zeros(20_000, np.uint8), 0, (4612, 1153, 2)),
+    ),
+    "slots one byte off": Rejected(
+        ValueError, "slot_mapping", "8-byte", slot_mapping=misaligned(np.array([0, 1, 2]))
     ),
     # dtypes
     "float16 rows for a bfloat16 cache": Rejected(
@@ -468,6 +493,14 @@ WRITER = {
         kv_caches=fp8_caches(),
         kv_cache_dtype="fp8",
         kv_scales=np.broadcast_to(np.float32(1), (2,)),
+    ),
+    "scales one byte off": Rejected(
+        ValueError,
+        "kv_scales",
+        "4-byte",
+        kv_caches=fp8_caches(),
+        kv_cache_dtype="fp8",
+        kv_scales=misaligned(ones(2, dtype=np.float32)),
     ),
     "scales of two dimensions": Rejected(
         ValueError,

@@ -38,7 +38,7 @@ _FLAGS = (
     "-Wno-unknown-pragmas",  # unroll
     "-Wno-maybe-uninitialized",
 )
-_SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+_SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1")
 _ERROR_BYTES = 4096
 
 
@@ -153,6 +153,12 @@ class EmulatorDevice:
         start = -room.ctypes.data % 256
         memory = room[start : start + nbytes]
         return Memory(memory.ctypes.data, nbytes, memory)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], framework: str) -> Any:
+        """Return a NumPy array, full of a pattern."""
+        count = int(np.prod(shape, dtype=np.int64))
+        memory = self.allocate(count * dtype.itemsize).owner
+        return memory.view(dtype).reshape(shape)
 
     def upload(self, memory: Memory, data: np.ndarray[Any, Any], stream: int) -> None:
         """Copy bytes to memory."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupy_mla import GroupedCacheWriter, concat_and_cache_mla, concat_and_cache_mla_grouped, dtypes
-from cupy_mla._arrays import ArrayRef, describe
+from cupy_mla._arrays import CPU, ArrayRef, describe
 from cupy_mla.bench import oracle
 from cupy_mla.bench.baselines import Caches, Launch, Strided
 from cupy_mla.bench.machine import Machine
@@ -50,7 +50,7 @@ def projection_of(problem: Problem) -> Array:
 
 def split(projection: Any) -> tuple[Any, Any]:
     """Return kv_c ``[L, T, R]`` and k_pe ``[L, T, P]`` as views of a projection."""
-    by_layer = projection.transpose(1, 0, 2)
+    by_layer = projection.swapaxes(0, 1)
     return by_layer[..., :KV_LORA_RANK], by_layer[..., KV_LORA_RANK:]
 
 
@@ -92,9 +92,9 @@ def _add_functions(problem: Problem, instance: Instance, arrays: Arrays) -> None
 
     instance.alternatives["per layer"] = Alternative(per_layer)
     instance.host["concat_and_cache_mla, one layer"] = lambda: concat_and_cache_mla(*steps[0])
-    if arrays.xp is np:
-        return  # the grouped function takes device pointers
     refs = [_described(cache) for cache in caches]
+    if refs[0].device == CPU:
+        return  # the grouped function takes device pointers
     pointers = arrays.to_device(np.array([ref.ptr for ref in refs], np.int64))
     factors = None if scales is None else arrays.to_device(np.array(scales, np.float32))
     block, row = (step // refs[0].dtype.itemsize for step in refs[0].strides[:2])
@@ -111,6 +111,11 @@ def _described(array: Any) -> ArrayRef:
     return ref
 
 
+def address_of(array: Any) -> int:
+    """Return where an array lies."""
+    return _described(array).ptr
+
+
 def caches_at(problem: Problem, caches: list[Any]) -> Caches:
     """Describe caches for the baseline kernels."""
     return Caches.of(problem.layout, [_described(cache) for cache in caches], scales_of(problem))
@@ -125,7 +130,7 @@ def scalar_launch(problem: Problem, instance: Instance, machine: Machine) -> Lau
         problem.input_dtype.name,
         kv_c,
         k_pe,
-        _described(instance.arrays["slots"]).ptr,
+        address_of(instance.arrays["slots"]),
         problem.tokens,
     )
 
@@ -137,9 +142,7 @@ def expect(problem: Problem, instance: Instance) -> list[tuple[str, Expected]]:
     for layer in range(problem.layers):
         scale = scales[layer] if scales else None
         stored = oracle.stored_rows(problem.layout, rows[:, layer], scale)
-        expected.append(
-            (f"cache {layer}", Expected(oracle.cache_bytes(problem, slots, stored)))
-        )
+        expected.append((f"cache {layer}", Expected(oracle.cache_bytes(problem, slots, stored))))
     return expected
 
 

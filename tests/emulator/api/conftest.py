@@ -110,6 +110,8 @@ def backend() -> DeviceBackend:
 @pytest.fixture(autouse=True)
 def emulated(device: EmulatorDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatorDevice]:
     """Put the emulator in place of CUDA device 0."""
+    empty = device.empty
     monkeypatch.setattr(cuda_backend, "_backends", {})
+    monkeypatch.setattr(device, "empty", lambda *how: DeviceArray(empty(*how)))
     cuda_backend.install(device)
     yield device

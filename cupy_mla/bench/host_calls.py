@@ -1,0 +1,125 @@
+"""What a call costs the host: operations with arrays of each framework, and other ways to launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from . import torch_op
+from .figures import Figures
+from .machine import Machine, guarded
+from .operations.insert import split
+from .problem import Array, Call, Operation, Problem
+
+#: Calls between two looks at the clock, and how often.
+CALLS, BATCHES = 100, 15
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """The host time of a call.
+
+    Attributes
+    ----------
+    problem : Problem
+    name : str
+    arrays : str
+        Framework of the arrays; "" where there are none.
+    figures : Figures
+        Microseconds a call.
+    """
+
+    problem: Problem
+    name: str
+    arrays: str
+    figures: Figures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return {
+            "operation": self.problem.operation,
+            "format": self.problem.layout.name,
+            "layers": self.problem.layers,
+            "tokens": self.problem.tokens,
+            "name": self.name,
+            "arrays": self.arrays,
+            "us": self.figures.to_dict(),
+        }
+
+
+class TorchArrays:
+    """Arrays of torch, as `problem.Arrays`.
+
+    Parameters
+    ----------
+    torch : module
+    device : str
+    """
+
+    def __init__(self, torch: ModuleType, device: str = "cuda") -> None:
+        self._torch, self._device = torch, device
+
+    def to_device(self, array: Array) -> Any:
+        """Return a host array's values as a tensor on the device."""
+        raw = self._torch.from_numpy(np.ascontiguousarray(array).view(np.uint8))
+        return raw.to(self._device).view(getattr(self._torch, array.dtype.name))
+
+    def to_host(self, array: Any) -> Array:
+        """Return a tensor's bytes as a host array."""
+        raw: Array = array.contiguous().view(self._torch.uint8).cpu().numpy()
+        return raw
+
+
+def measure(
+    operation: Operation, problem: Problem, machine: Machine, *, calls: int, batches: int
+) -> list[HostRow]:
+    """Measure all ways to call an operation, and for an insert other ways to launch.
+
+    Parameters
+    ----------
+    operation : Operation
+    problem : Problem
+        Of so few tokens that the device is done before the host comes again.
+    machine : Machine
+    calls, batches : int
+    """
+    timer = machine.timer
+    rows = []
+
+    def add(name: str, arrays: str, call: Call) -> None:
+        times = timer.host(call, calls=calls, batches=batches)
+        rows.append(HostRow(problem, name, arrays, Figures.of(times)))
+
+    with timer.scope():
+        instance = operation.make(problem, machine.arrays, machine)
+    for name, call in instance.host.items():
+        add(name, "CuPy", call)
+    torch = machine.torch
+    if torch is not None:
+        instance_of_torch = operation.make(problem, TorchArrays(torch, machine.torch_device))
+        for name, call in instance_of_torch.host.items():
+            add(name, "torch", call)
+    if operation.name != "insert":
+        return rows
+    add("cupy.RawKernel, 15 arguments", "CuPy", timer.raw_kernel_call())
+    if torch is not None:
+        arrays = instance_of_torch.arrays
+        rows_of_step = (*split(arrays["projection"]), arrays["slots"])
+
+        def same_kernel() -> Call:
+            launch = timer.recorded_launch(instance_of_torch.run)
+            call = torch_op.call(torch, rows_of_step, launch)
+            call()
+            return call
+
+        call = guarded(machine.notes, "torch custom op", same_kernel)
+        if call is not None:
+            add("torch custom op, same kernel", "torch", call)
+        for name in ("vLLM", "vLLM grouped"):
+            alternative = instance.alternatives.get(name)
+            if alternative is not None:
+                add(name, "torch", alternative.call)
+    return rows

@@ -1,0 +1,205 @@
+"""Runs what was asked for, on a GPU or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cupy_mla.layouts import get_layout
+
+from . import compile_time, host_calls, step, verify
+from .machine import Machine
+from .measure import Bench
+from .operations import OPERATIONS
+from .problem import KV_LORA_RANK, PATTERNS, ROPE_DIM, Operation, Problem
+from .report import Report
+
+#: What a session can measure.
+SECTIONS = ("gpu", "host", "compile")
+
+#: Calls whose host time is of interest store so few tokens that the device is never behind.
+_HOST_TOKENS = 64
+
+#: Kernels of the registry that the first call of an operation may have to compile.
+_KERNELS = {
+    "insert": ("insert",),
+    "context": ("context",),
+    "norm-rope": ("norm_rope",),
+    "q": ("query", "fused_q"),
+    "gather": ("gather", "copy"),
+    "convert": ("convert", "gather"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for.
+
+    Attributes
+    ----------
+    operations : tuple of str
+    layers : int
+    tokens : tuple of int
+        Empty for each operation's own.
+    formats : tuple of str
+        Empty for each operation's own.
+    patterns : tuple of str
+    block_size : int
+    cold, warm : bool
+        Buffers in device memory, and in the L2 cache.
+    check : bool
+    step : bool
+    sections : tuple of str
+    repeats : int
+        Replays of each graph.
+    host_calls, host_batches : int
+        Calls between two looks at the clock, and how often.
+    """
+
+    operations: tuple[str, ...] = ("insert",)
+    layers: int = 5
+    tokens: tuple[int, ...] = ()
+    formats: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = PATTERNS
+    block_size: int = 64
+    cold: bool = True
+    warm: bool = False
+    check: bool = False
+    step: bool = False
+    sections: tuple[str, ...] = SECTIONS
+    repeats: int = 30
+    host_calls: int = host_calls.CALLS
+    host_batches: int = host_calls.BATCHES
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
+
+
+def problems(settings: Settings, operation: Operation) -> list[Problem]:
+    """Return the problems of an operation; those of one token have no pattern to choose."""
+    found: dict[Problem, None] = {}
+    patterns = settings.patterns if operation.patterned else PATTERNS[:1]
+    for name in settings.formats or operation.formats:
+        for tokens in settings.tokens or operation.tokens:
+            for pattern in patterns if tokens > 1 else patterns[:1]:
+                layout = get_layout(name, kv_lora_rank=KV_LORA_RANK, rope_dim=ROPE_DIM)
+                layers = settings.layers if operation.layered else 1
+                sizes = (layers, tokens, settings.block_size, pattern)
+                found[Problem(operation.name, layout, *sizes)] = None
+    return list(found)
+
+
+def tasks(settings: Settings, *, timed: bool) -> int:
+    """Return how many steps a session takes, for a progress bar."""
+    return sum(1 for _ in _tasks(settings, timed=timed))
+
+
+@dataclass(frozen=True)
+class _Task:
+    label: str
+    operation: Operation
+    problem: Problem
+    kind: str
+
+
+def _tasks(settings: Settings, *, timed: bool) -> Iterator[_Task]:
+    for name in settings.operations:
+        operation = OPERATIONS[name]
+        found = problems(settings, operation)
+        for problem in found:
+            if not timed:
+                yield _Task(problem.label, operation, problem, "reference")
+                continue
+            if settings.check:
+                yield _Task(f"{problem.label}, check", operation, problem, "check")
+            if "gpu" in settings.sections:
+                if settings.cold:
+                    yield _Task(f"{problem.label}, cold", operation, problem, "cold")
+                if settings.warm:
+                    yield _Task(f"{problem.label}, warm", operation, problem, "warm")
+            if settings.step and name == "insert":
+                yield _Task(f"{problem.label}, step", operation, problem, "step")
+        if timed and "host" in settings.sections:
+            least = min(found, key=lambda problem: problem.tokens)
+            if least.tokens <= _HOST_TOKENS:
+                yield _Task(f"{name}, host", operation, least, "host")
+        if timed and "compile" in settings.sections:
+            yield _Task(f"{name}, compilation", operation, found[0], "compile")
+
+
+def without_gpu(settings: Settings, report: Report, begin: Callable[[str], None]) -> None:
+    """Check the reference, and count the bytes of each problem."""
+    checked = set()
+    for task in _tasks(settings, timed=False):
+        begin(task.label)
+        report.counted.append((task.problem, task.operation.traffic(task.problem)))
+        check = verify.check_reference(task.operation, task.problem)
+        if check.problem not in checked:  # sizes above the largest one that is checked are one
+            checked.add(check.problem)
+            report.checks.append(check)
+
+
+def on_gpu(
+    settings: Settings, machine: Machine, report: Report, begin: Callable[[str], None]
+) -> None:
+    """Measure everything that is asked for."""
+    bench = Bench(machine, settings.repeats)
+    report.notes = machine.notes
+    for task in _tasks(settings, timed=True):
+        begin(task.label)
+        _RUNNERS[task.kind](task, settings, machine, bench, report)
+
+
+def _check(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
+    report.checks += verify.check_device(task.operation, task.problem, machine)
+
+
+def _cold(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
+    report.rows.append(bench.row(task.operation, task.problem, cold=True))
+
+
+def _warm(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
+    report.rows.append(bench.row(task.operation, task.problem, cold=False))
+
+
+def _host(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
+    report.host += host_calls.measure(
+        task.operation,
+        task.problem,
+        machine,
+        calls=settings.host_calls,
+        batches=settings.host_batches,
+    )
+
+
+def _compile(
+    task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report
+) -> None:
+    formats = settings.formats or task.operation.formats
+    wanted = compile_time.entries(_KERNELS[task.operation.name], formats)
+    report.compiled += compile_time.measure(wanted)
+
+
+def _step(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
+    row = step.measure(task.problem, machine, bench)
+    if row is None:
+        name = f"step, {task.problem.layout.name}"
+        report.notes[name] = "needs torch, which is not at hand"
+    else:
+        report.steps.append(row)
+
+
+_Runner = Callable[[_Task, Settings, Machine, Bench, Report], None]
+_RUNNERS: dict[str, _Runner] = {
+    "check": _check,
+    "cold": _cold,
+    "warm": _warm,
+    "host": _host,
+    "compile": _compile,
+    "step": _step,
+}

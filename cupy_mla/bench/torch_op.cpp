@@ -1,0 +1,73 @@
+// A compiled torch operation that launches a kernel: what a call costs the host in the way in which
+// libraries with a build step do it. It checks what such operations check, fills in the addresses
+// in the kernel's argument and launches on torch's current stream.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+#include <torch/library.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                       void*, void**, void**);
+
+Launch find_launch() {
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+  TORCH_CHECK(driver != nullptr, "insert: the NVIDIA driver must be installed");
+  return reinterpret_cast<Launch>(dlsym(driver, "cuLaunchKernel"));
+}
+
+constexpr std::size_t kMostBytes = 4096;
+
+// `arguments` is the kernel's structure in host memory; it begins with three times an address and
+// two strides: of kv_c, k_pe and slots.
+void insert(const at::Tensor& kv_c, const at::Tensor& k_pe, const at::Tensor& slots,
+            const at::Tensor& arguments, std::int64_t function, std::int64_t grid,
+            std::int64_t block_x, std::int64_t block_y) {
+  TORCH_CHECK(kv_c.dim() == 3 && k_pe.dim() == 3, "insert: rows must have 3 dimensions");
+  TORCH_CHECK(kv_c.size(0) == k_pe.size(0) && kv_c.size(1) == k_pe.size(1),
+              "insert: kv_c and k_pe must have as many rows");
+  TORCH_CHECK(slots.size(-1) <= kv_c.size(1), "insert: there must be a row for each slot");
+  TORCH_CHECK(kv_c.scalar_type() == k_pe.scalar_type(), "insert: rows must have one dtype");
+  TORCH_CHECK(slots.scalar_type() == at::kLong, "insert: slots must be int64");
+  TORCH_CHECK(kv_c.stride(2) == 1 && k_pe.stride(2) == 1, "insert: the last stride must be 1");
+  TORCH_CHECK(kv_c.device() == k_pe.device() && kv_c.device() == slots.device(),
+              "insert: arrays must be on the same device");
+  const std::size_t bytes = arguments.nbytes();
+  TORCH_CHECK(arguments.device().is_cpu() && bytes <= kMostBytes,
+              "insert: arguments must be a structure in host memory");
+
+  alignas(16) char structure[kMostBytes];
+  std::memcpy(structure, arguments.const_data_ptr(), bytes);
+  const auto fill = [&](int index, const at::Tensor& rows, std::int64_t layer, std::int64_t token) {
+    const std::int64_t size = rows.element_size();
+    const std::int64_t members[3] = {reinterpret_cast<std::int64_t>(rows.const_data_ptr()),
+                                     layer * size, token * size};
+    std::memcpy(structure + index * sizeof(members), members, sizeof(members));
+  };
+  fill(0, kv_c, kv_c.stride(0), kv_c.stride(1));
+  fill(1, k_pe, k_pe.stride(0), k_pe.stride(1));
+  fill(2, slots, slots.dim() == 2 ? slots.stride(0) : 0, slots.stride(-1));
+
+  static const Launch launch = find_launch();
+  const c10::impl::VirtualGuardImpl device(kv_c.device().type());
+  void* stream = device.getStream(kv_c.device()).native_handle();
+  void* pointers[1] = {structure};
+  const int failed = launch(reinterpret_cast<void*>(function), static_cast<unsigned>(grid), 1, 1,
+                            static_cast<unsigned>(block_x), static_cast<unsigned>(block_y), 1, 0,
+                            stream, pointers, nullptr);
+  TORCH_CHECK(failed == 0, "insert: cuLaunchKernel failed with error ", failed);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(cupy_mla_bench, library) {
+  library.def(
+      "insert(Tensor kv_c, Tensor k_pe, Tensor slots, Tensor arguments, int function, int grid, "
+      "int block_x, int block_y) -> ()");
+  library.impl("insert", c10::DispatchKey::CompositeExplicitAutograd, &insert);
+}

@@ -1,0 +1,104 @@
+"""A torch operation of compiled code that launches the same kernel, for comparing host times."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.resources
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .machine import RecordedLaunch
+from .problem import Call
+
+_FILE = "torch_op.cpp"
+
+
+def _folder() -> Path:
+    """Return where the library is kept: of this user alone, so that nobody else can put one there."""
+    path = Path(tempfile.gettempdir(), f"cupy_mla_bench_{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{path} belongs to somebody else")
+    return path
+
+
+def _command(torch: ModuleType, compiler: str, source: Path, library: Path) -> list[str]:
+    extension = importlib.import_module("torch.utils.cpp_extension")
+    new_abi = int(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True))
+    folders = extension.library_paths()
+    return [
+        compiler,
+        "-std=c++20",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        f"-D_GLIBCXX_USE_CXX11_ABI={new_abi}",
+        *(f"-I{folder}" for folder in extension.include_paths()),
+        str(source),
+        "-o",
+        str(library),
+        *(f"-L{folder}" for folder in folders),
+        "-lc10",
+        "-ltorch_cpu",
+        "-ltorch",
+    ]
+
+
+def build(torch: ModuleType) -> Path:
+    """Compile the operation, or find the library that an earlier run left.
+
+    Raises
+    ------
+    RuntimeError
+        Where there is no compiler, or the source does not compile; the text says why.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise RuntimeError("there is no C++ compiler g++")
+    text = (importlib.resources.files(__package__) / _FILE).read_text(encoding="utf-8")
+    key = hashlib.sha256(f"{torch.__version__}\n{compiler}\n{text}".encode()).hexdigest()
+    library = _folder() / f"torch_op_{key[:16]}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        source, built = Path(folder, _FILE), Path(folder, library.name)
+        source.write_text(text, encoding="utf-8")
+        done = subprocess.run(
+            _command(torch, compiler, source, built), capture_output=True, text=True
+        )
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line]
+            raise RuntimeError(lines[0] if lines else f"{compiler} failed")
+        os.replace(built, library)
+    return library
+
+
+def load(torch: ModuleType) -> Any:
+    """Return the operation ``(kv_c, k_pe, slots, arguments, function, grid, x, y)``."""
+    torch.ops.load_library(str(build(torch)))
+    return torch.ops.cupy_mla_bench.insert
+
+
+def call(torch: ModuleType, arrays: Sequence[Any], launch: RecordedLaunch) -> Call:
+    """Return a call of the operation that makes the launch again.
+
+    Parameters
+    ----------
+    torch : module
+    arrays : (tensor, tensor, tensor)
+        kv_c, k_pe and slots, on the device.
+    launch : RecordedLaunch
+        Of an insert of these arrays.
+    """
+    insert = load(torch)
+    arguments = torch.frombuffer(bytearray(launch.arguments), dtype=torch.uint8)
+    shape = (int(launch.function), launch.grid, *launch.block)
+    kv_c, k_pe, slots = arrays
+    return lambda: insert(kv_c, k_pe, slots, arguments, *shape)
