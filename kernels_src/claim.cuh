@@ -14,14 +14,11 @@ struct Ledger {
   ErrorRecord* errors;  // [kErrorKinds]
 };
 
-// Where the row of a slot goes; null where it goes nowhere. Each row counts once: as padding, as
-// beyond the cache, as without a position, or as written.
+// Where the row of a slot goes; null where it goes nowhere: padding, a slot beyond the cache, or a
+// position beyond the table. A row counts as one of these, the first that holds.
 __device__ __forceinline__ u8* claim_row(const LayerEntry& entry, const Ledger& ledger, i32 layer,
-                                         i32 token, i64 slot, bool has_position, Tally& tally) {
-  if (slot < 0) {
-    ++tally.padding;
-    return nullptr;
-  }
+                                         i32 token, i64 slot, bool has_position) {
+  if (slot < 0) return nullptr;
   const bool beyond = slot >= entry.num_slots;
   if (beyond || !has_position) {
     if (ledger.counters != nullptr) {
@@ -31,7 +28,6 @@ __device__ __forceinline__ u8* claim_row(const LayerEntry& entry, const Ledger& 
     }
     return nullptr;
   }
-  ++tally.rows;
   return row_address(entry, slot);
 }
 

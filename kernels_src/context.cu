@@ -27,13 +27,13 @@ struct ContextRows {
 
   const ContextParams& p;
   const SharedWeights& weights;
-  const Format format;
-  const u8* kv;          // the layer's
-  const u8* weight_row;  // the layer's
-  const u8* angles;      // of the lane's own token
+  const u8* kv;      // the layer's
+  const u8* angles;  // of the lane's own token
+  i32 layer;
   i32 lane;
   bool from_vectors;  // of kWideRow elements each
   bool to_vectors;
+  Format format;
 
   // Row k of the warp.
   __device__ __forceinline__ KeyRow find(i32 token, i32 k) const {
@@ -42,18 +42,20 @@ struct ContextRows {
     return {latent, rope, shuffle_pointer(angles, k)};
   }
 
-  __device__ __forceinline__ KeyFragment<Input> load(const KeyRow& row) const {
+  __device__ __forceinline__ KeyFragment<Input> load(i32 token, i32 k) const {
+    const u8* latent = kv + token * p.kv_token_stride;
     KeyFragment<Input> fragment{};
     if (from_vectors) {
-      load_run(row.latent, lane, fragment);
+      load_run(latent, lane, fragment);
     } else if constexpr (Format::kTiled) {
-      load_run_by_element(row.latent, lane, fragment);
+      load_run_by_element(latent, lane, fragment);
     }
-    fragment.pair = load_first_pair<Input>(p.norm, row, lane);
+    fragment.pair = load_first_pair<Input>(p.norm, find(token, k), lane);
     return fragment;
   }
 
-  __device__ __forceinline__ void store(const KeyRow& row, const KeyFragment<Input>& fragment,
+  // Works on row k of the warp, which goes to `to`.
+  __device__ __forceinline__ void store(i32 token, i32 k, const KeyFragment<Input>& fragment,
                                         u8* to, Tally& tally) const {
     // Tiles are always of whole runs, which flat rows are at this width and alignment alone.
     const bool by_runs = Format::kTiled || (from_vectors && to_vectors);
@@ -66,14 +68,16 @@ struct ContextRows {
     }
     if constexpr (!Format::kTiled) {
       if (!by_runs) {
-        norm_by_element<Input>(p.norm, row.latent, weight_row, lane, [&](i32 i, float value) {
+        const u8* weight = p.weight + layer * p.norm.weight_stride;
+        const u8* latent = kv + token * p.kv_token_stride;
+        norm_by_element<Input>(p.norm, latent, weight, lane, [&](i32 i, float value) {
           format.store_element(value, i, to);
           count({value}, tally);
         });
       }
     }
     u8* rope = Format::rope_of(to, p.norm.lora_rank);
-    rotate_key<Input>(p.norm, row, fragment.pair, lane,
+    rotate_key<Input>(p.norm, find(token, k), fragment.pair, lane,
                       [&](const PairPlaces& places, float a, float b) {
                         format.store_pair(a, b, places.first, places.second, rope);
                         count({a, b}, tally);
@@ -107,10 +111,12 @@ __device__ __forceinline__ void context(const ContextParams& p) {
 
   const i32 lane = static_cast<i32>(threadIdx.x);
   const i32 warps = static_cast<i32>(blockDim.y);
+  const i32 thread = static_cast<i32>(threadIdx.y) * kLanes + lane;
   const i32 first_token = block * p.block_tokens + static_cast<i32>(threadIdx.y);
   const i32 end_token = min((block + 1) * p.block_tokens, p.tokens);
 
-  // Everything is asked for before anything is looked at.
+  // Everything is asked for before anything is looked at: slots, positions, weights, the layer's
+  // entry and the first row take equally long to come.
   const i32 own_token = first_token + lane * warps;
   const bool has_token = own_token < end_token;
   u64 loaded_slot = 0;
@@ -121,58 +127,68 @@ __device__ __forceinline__ void context(const ContextParams& p) {
       loaded_position = load_slot({p.positions, p.position_bytes}, own_token, p.position_bytes);
     }
   }
-  const LayerEntry entry = *entry_address;
   SharedWeights& weights = block_shared<SharedWeights>();
-  const u8* weight_row = p.weight + layer * p.norm.weight_stride;
   const bool is_wide = p.norm.lora_rank == kWideRow;
-  if (is_wide) weights.fill(weight_row, p.norm.weight_type);
-
+  QuadBits quad{};
+  if (is_wide) {
+    quad = SharedWeights::load(p.weight + layer * p.norm.weight_stride, p.norm.weight_type, thread);
+  }
+  const LayerEntry entry = *entry_address;
+  const u8* kv = p.kv + layer * p.kv_layer_stride;
   const u8* angles = nullptr;
   if (p.norm.rope.width != 0) {
     angles = find_angles(p.norm.rope, p.table, slot_of(loaded_position, p.position_bytes));
   }
-  const u8* kv = p.kv + layer * p.kv_layer_stride;
-  const ContextRows<Format> rows = {
-      p,
-      weights,
-      Format(Format::kLayerScale ? scale_of(entry) : 0.0f, entry.scale_ue8m0 != 0,
-             p.stream_stores != 0),
-      kv,
-      weight_row,
-      angles,
-      lane,
-      is_wide && is_vector_aligned(address_of(kv) | p.kv_token_stride),
-      is_vector_aligned(address_of(entry.cache) | entry.block_stride | entry.row_stride)};
+  ContextRows<Format> rows = {p,
+                              weights,
+                              kv,
+                              angles,
+                              layer,
+                              lane,
+                              is_wide && is_vector_aligned(address_of(kv) | p.kv_token_stride),
+                              false,
+                              Format()};
+
+  KeyFragment<Input> fragment{};
+  if (first_token < end_token) fragment = rows.load(first_token, 0);
+
   Tally tally = {0, 0, 0, 0};
   u8* destination = nullptr;
+  bool is_padding = false;
   if (has_token) {
     const Ledger ledger = {p.counters + layer * kCounters, p.errors};
-    destination = claim_row(entry, ledger, layer, own_token, slot_of(loaded_slot, p.slot_bytes),
-                            p.norm.rope.width == 0 || angles != nullptr, tally);
+    const i64 slot = slot_of(loaded_slot, p.slot_bytes);
+    is_padding = slot < 0;
+    const bool has_position = p.norm.rope.width == 0 || angles != nullptr;
+    destination = claim_row(entry, ledger, layer, own_token, slot, has_position);
   }
+  rows.to_vectors =
+      is_vector_aligned(address_of(entry.cache) | entry.block_stride | entry.row_stride);
+  rows.format = Format(Format::kLayerScale ? scale_of(entry) : 0.0f, entry.scale_ue8m0 != 0,
+                       p.stream_stores != 0);
+  if (is_wide) weights.put(quad, p.norm.weight_type, thread);
   __syncthreads();
 
-  // Row k is on its way while the one before it is worked on.
-  KeyFragment<Input> fragment{};
-  for (i32 k = 0, token = first_token;; ++k, token += warps) {
+  for (i32 token = first_token, k = 0; token < end_token; token += warps, ++k) {
+    // The next row is on its way while this one is worked on.
     KeyFragment<Input> next{};
-    if (token < end_token) next = rows.load(rows.find(token, k));
-    if (k == 0) {
-      __syncthreads();
-    } else {
-      const i32 last = token - warps;
-      u8* to = shuffle_pointer(destination, k - 1);
-      const u32 before = tally.nonfinite;
-      if (to != nullptr) rows.store(rows.find(last, k - 1), fragment, to, tally);
-      if (p.collect_stats && tally.nonfinite != before) {
-        const i64 slot = slot_of(load_slot(slots, last, p.slot_bytes), p.slot_bytes);
-        record_first(&p.errors[kErrorNonfinite], layer, last, slot);
+    if (token + warps < end_token) next = rows.load(token + warps, k + 1);
+    u8* to = shuffle_pointer(destination, k);
+    const u32 before = tally.nonfinite;
+    if (to != nullptr) rows.store(token, k, fragment, to, tally);
+    if (p.collect_stats) {
+      const i64 slot = slot_of(__shfl_sync(kWholeWarp, loaded_slot, k), p.slot_bytes);
+      if (tally.nonfinite != before) {
+        record_first(&p.errors[kErrorNonfinite], layer, token, slot);
       }
     }
-    if (token >= end_token) break;
     fragment = next;
   }
-  if (p.collect_stats) add_to_counters(tally, &p.counters[layer * kCounters]);
+  if (p.collect_stats) {
+    tally.rows = destination != nullptr;
+    tally.padding = is_padding;
+    add_to_counters(tally, &p.counters[layer * kCounters]);
+  }
 }
 
 }  // namespace cupy_mla

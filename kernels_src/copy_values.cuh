@@ -18,6 +18,7 @@ struct CopyValues {
 
   bool streaming;
 
+  CopyValues() = default;
   __device__ __forceinline__ CopyValues(float, bool, bool streaming) : streaming(streaming) {}
 
   __device__ __forceinline__ static u8* rope_of(u8* row, i32 lora_rank) {

@@ -28,6 +28,7 @@ struct DsMlaValues {
 
   DsMlaRows rows;
 
+  DsMlaValues() = default;
   __device__ __forceinline__ DsMlaValues(float scale, bool scale_ue8m0, bool streaming)
       : rows(scale, scale_ue8m0, streaming) {}
 

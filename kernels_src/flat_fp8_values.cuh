@@ -18,6 +18,7 @@ struct FlatFp8Values {
   Divider<false> divider;
   bool streaming;
 
+  FlatFp8Values() = default;
   __device__ __forceinline__ FlatFp8Values(float scale, bool, bool streaming)
       : divider(scale), streaming(streaming) {}
 

@@ -34,21 +34,63 @@ __device__ __forceinline__ float reciprocal_root_of_wide_row(float sum, float ep
   return reciprocal_root(mul_rn_f32(sum, 1.0f / kWideRow), eps);
 }
 
+// Four neighbouring numbers as they lie in memory: widening them would wait for them.
+struct QuadBits {
+  u32 words[4];  // of two numbers of 16 bits each, the last two unused; or of one of 32
+
+  __device__ __forceinline__ void load(const u8* numbers, i32 type) {
+    const u64 address = address_of(numbers);
+    if (type == kFloat32) {
+      if (is_vector_aligned(address)) {
+        const uint4 vector = *reinterpret_cast<const uint4*>(numbers);
+        set(vector.x, vector.y, vector.z, vector.w);
+      } else {
+        const auto* elements = reinterpret_cast<const u32*>(numbers);
+        set(elements[0], elements[1], elements[2], elements[3]);
+      }
+    } else if (address % 8 == 0) {
+      const u64 both = *reinterpret_cast<const u64*>(numbers);
+      set(static_cast<u32>(both), static_cast<u32>(both >> 32), 0, 0);
+    } else {
+      const auto* elements = reinterpret_cast<const u16*>(numbers);
+      set(elements[0] | static_cast<u32>(elements[1]) << 16,
+          elements[2] | static_cast<u32>(elements[3]) << 16, 0, 0);
+    }
+  }
+
+  __device__ __forceinline__ void set(u32 a, u32 b, u32 c, u32 d) {
+    words[0] = a;
+    words[1] = b;
+    words[2] = c;
+    words[3] = d;
+  }
+
+  // Bits of the numbers as float32.
+  __device__ __forceinline__ uint4 widened(i32 type) const {
+    if (type == kFloat32) return {words[0], words[1], words[2], words[3]};
+    return {bits_of(widen_number(words[0] & 0xFFFFu, type)),
+            bits_of(widen_number(words[0] >> 16, type)),
+            bits_of(widen_number(words[1] & 0xFFFFu, type)),
+            bits_of(widen_number(words[1] >> 16, type))};
+  }
+};
+
 // Weights of a row of kWideRow elements, widened for all warps of a block.
 struct SharedWeights {
+  static constexpr i32 kQuads = kWideRow / 4;
+
   uint4 quads[kRun / 4][kLanes];  // by quad of a run, then by lane: no two lanes share a bank
 
-  // By all threads of the block, who have to wait for one another afterwards.
-  __device__ __forceinline__ void fill(const u8* weight, i32 type) {
-    const i32 threads = static_cast<i32>(blockDim.x * blockDim.y);
-    const i32 thread = static_cast<i32>(threadIdx.y * blockDim.x + threadIdx.x);
-#pragma unroll 1
-    for (i32 quad = thread; quad < kWideRow / 4; quad += threads) {
-      float values[4];
-      load_numbers(weight + quad * 4 * number_bytes(type), type, values);
-      quads[quad % (kRun / 4)][quad / (kRun / 4)] = {bits_of(values[0]), bits_of(values[1]),
-                                                     bits_of(values[2]), bits_of(values[3])};
-    }
+  // The quad that a thread brings, of a block of kQuads threads or more.
+  __device__ __forceinline__ static QuadBits load(const u8* weight, i32 type, i32 thread) {
+    QuadBits bits{};
+    if (thread < kQuads) bits.load(weight + thread * 4 * number_bytes(type), type);
+    return bits;
+  }
+
+  // The block's threads have to wait for one another afterwards.
+  __device__ __forceinline__ void put(const QuadBits& bits, i32 type, i32 thread) {
+    if (thread < kQuads) quads[thread % (kRun / 4)][thread / (kRun / 4)] = bits.widened(type);
   }
 
   // Turns each value x of a lane's run into (x * r) * weight.

@@ -74,8 +74,7 @@ class Struct:
 
 
 def _members(dtype: DType) -> Iterator[tuple[str, tuple[DType, int]]]:
-    for member in dtype.names or ():
-        field = (dtype.fields or {})[member]
+    for member, field in (dtype.fields or {}).items():
         yield member, (field[0], field[1])
 
 

@@ -49,8 +49,8 @@ class CompileRow:
 
 def entries(kernels: Iterable[str], formats: Iterable[str]) -> list[str]:
     """Return the kernels of given names for given formats, a dtype each."""
-    wanted, chosen = set(formats), {}
-    names = set(kernels)
+    wanted, names = set(formats), set(kernels)
+    chosen: dict[tuple[str, str], str] = {}
     for special in registry.specialisations():
         key = special.kernel.name, special.format.layout
         if key[0] in names and key[1] in wanted:

@@ -1,7 +1,8 @@
-"""What a call costs the host: operations with arrays of each framework, and other ways to launch."""
+"""What a call costs the host: operations on arrays of each framework, and other launches."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ from . import torch_op
 from .figures import Figures
 from .machine import Machine, guarded
 from .operations.insert import split
-from .problem import Array, Call, Operation, Problem
+from .problem import Array, Call, Instance, Operation, Problem
 
 #: Calls between two looks at the clock, and how often.
 CALLS, BATCHES = 100, 15
@@ -99,27 +100,27 @@ def measure(
         add(name, "CuPy", call)
     torch = machine.torch
     if torch is not None:
-        instance_of_torch = operation.make(problem, TorchArrays(torch, machine.torch_device))
-        for name, call in instance_of_torch.host.items():
+        arrays = TorchArrays(torch, machine.torch_device)
+        for_torch = operation.make(problem, arrays)
+        for name, call in for_torch.host.items():
             add(name, "torch", call)
-    if operation.name != "insert":
-        return rows
-    add("cupy.RawKernel, 15 arguments", "CuPy", timer.raw_kernel_call())
-    if torch is not None:
-        arrays = instance_of_torch.arrays
-        rows_of_step = (*split(arrays["projection"]), arrays["slots"])
-
-        def same_kernel() -> Call:
-            launch = timer.recorded_launch(instance_of_torch.run)
-            call = torch_op.call(torch, rows_of_step, launch)
-            call()
-            return call
-
-        call = guarded(machine.notes, "torch custom op", same_kernel)
-        if call is not None:
-            add("torch custom op, same kernel", "torch", call)
-        for name in ("vLLM", "vLLM grouped"):
-            alternative = instance.alternatives.get(name)
-            if alternative is not None:
+        if operation.name == "insert":
+            make = functools.partial(_torch_op, torch, for_torch, machine)
+            same_kernel = guarded(machine.notes, "torch custom op", make)
+            if same_kernel is not None:
+                add("torch custom op, same kernel", "torch", same_kernel)
+    if operation.name == "insert":
+        add("cupy.RawKernel, 15 arguments", "CuPy", timer.raw_kernel_call())
+        for name, alternative in instance.alternatives.items():
+            if name.startswith("vLLM"):
                 add(name, "torch", alternative.call)
     return rows
+
+
+def _torch_op(torch: ModuleType, instance: Instance, machine: Machine) -> Call:
+    """Return a compiled operation that launches what an insert launches; it was called once."""
+    launch = machine.timer.recorded_launch(instance.run)
+    arrays = (*split(instance.arrays["projection"]), instance.arrays["slots"])
+    call = torch_op.call(torch, arrays, launch)
+    call()
+    return call

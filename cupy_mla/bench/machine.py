@@ -1,4 +1,4 @@
-"""A device as the benchmark sees it: arrays, a timer, baseline kernels, facts."""
+"""A device as the benchmark sees it: arrays, a timer, baseline kernels."""
 
 from __future__ import annotations
 
@@ -64,8 +64,6 @@ class Machine:
         What torch calls the device.
     torch_baselines : Baselines
         The kernels on torch's current stream; those of `baselines` where there is no torch.
-    facts : dict
-        What reports say about the machine.
     notes : dict of str to str
         What could not be compared with, and why.
     """
@@ -76,7 +74,6 @@ class Machine:
     torch: ModuleType | None
     torch_device: str
     torch_baselines: Baselines
-    facts: dict[str, Any]
     notes: dict[str, str] = field(default_factory=dict)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,11 +150,13 @@ class Bench:
 
     def _alternatives(self, instances: Sequence[Instance], turns: Rotation) -> dict[str, Figures]:
         found = {}
-        notes = self._machine.notes
         for name, first in instances[0].alternatives.items():
+            if not all(name in instance.alternatives for instance in instances):
+                continue  # it failed on the way, which was noted
             calls = [instance.alternatives[name].call for instance in instances]
             if first.torch:  # foreign code: what fails is noted, and the rest goes on
-                figures = guarded(notes, name, lambda calls=calls: self.time_torch(calls, turns))
+                timed = functools.partial(self.time_torch, calls, turns)
+                figures = guarded(self._machine.notes, name, timed)
             else:
                 figures = self.time(calls, turns)
             if figures is not None:

@@ -8,7 +8,9 @@ from typing import Any
 
 from cupy_mla.layouts import get_layout
 
-from . import compile_time, host_calls, step, verify
+from . import compile_time, step, verify
+from .host_calls import BATCHES, CALLS
+from .host_calls import measure as measure_host
 from .machine import Machine
 from .measure import Bench
 from .operations import OPERATIONS
@@ -69,8 +71,8 @@ class Settings:
     step: bool = False
     sections: tuple[str, ...] = SECTIONS
     repeats: int = 30
-    host_calls: int = host_calls.CALLS
-    host_batches: int = host_calls.BATCHES
+    host_calls: int = CALLS
+    host_batches: int = BATCHES
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
@@ -144,62 +146,59 @@ def without_gpu(settings: Settings, report: Report, begin: Callable[[str], None]
             report.checks.append(check)
 
 
-def on_gpu(
-    settings: Settings, machine: Machine, report: Report, begin: Callable[[str], None]
-) -> None:
-    """Measure everything that is asked for."""
-    bench = Bench(machine, settings.repeats)
-    report.notes = machine.notes
-    for task in _tasks(settings, timed=True):
-        begin(task.label)
-        _RUNNERS[task.kind](task, settings, machine, bench, report)
+class GpuSession:
+    """Measures everything that is asked for.
 
+    Parameters
+    ----------
+    settings : Settings
+    machine : Machine
+    report : Report
+        Gets what is found.
+    """
 
-def _check(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
-    report.checks += verify.check_device(task.operation, task.problem, machine)
+    def __init__(self, settings: Settings, machine: Machine, report: Report) -> None:
+        self._settings, self._machine, self._report = settings, machine, report
+        self._bench = Bench(machine, settings.repeats)
+        report.notes = machine.notes
 
+    def run(self, begin: Callable[[str], None]) -> None:
+        """Run all tasks; `begin` is told the name of each."""
+        runners = {
+            "check": self._check,
+            "cold": self._cold,
+            "warm": self._warm,
+            "step": self._step,
+            "host": self._host,
+            "compile": self._compile,
+        }
+        for task in _tasks(self._settings, timed=True):
+            begin(task.label)
+            runners[task.kind](task.operation, task.problem)
 
-def _cold(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
-    report.rows.append(bench.row(task.operation, task.problem, cold=True))
+    def _check(self, operation: Operation, problem: Problem) -> None:
+        self._report.checks += verify.check_device(operation, problem, self._machine)
 
+    def _cold(self, operation: Operation, problem: Problem) -> None:
+        self._report.rows.append(self._bench.row(operation, problem, cold=True))
 
-def _warm(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
-    report.rows.append(bench.row(task.operation, task.problem, cold=False))
+    def _warm(self, operation: Operation, problem: Problem) -> None:
+        self._report.rows.append(self._bench.row(operation, problem, cold=False))
 
+    def _step(self, operation: Operation, problem: Problem) -> None:
+        row = step.measure(problem, self._machine, self._bench)
+        if row is None:
+            self._report.notes[f"step, {problem.layout.name}"] = "needs torch, which is not at hand"
+        else:
+            self._report.steps.append(row)
 
-def _host(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
-    report.host += host_calls.measure(
-        task.operation,
-        task.problem,
-        machine,
-        calls=settings.host_calls,
-        batches=settings.host_batches,
-    )
+    def _host(self, operation: Operation, problem: Problem) -> None:
+        calls, batches = self._settings.host_calls, self._settings.host_batches
+        self._report.host += measure_host(
+            operation, problem, self._machine, calls=calls, batches=batches
+        )
 
-
-def _compile(
-    task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report
-) -> None:
-    formats = settings.formats or task.operation.formats
-    wanted = compile_time.entries(_KERNELS[task.operation.name], formats)
-    report.compiled += compile_time.measure(wanted)
-
-
-def _step(task: _Task, settings: Settings, machine: Machine, bench: Bench, report: Report) -> None:
-    row = step.measure(task.problem, machine, bench)
-    if row is None:
-        name = f"step, {task.problem.layout.name}"
-        report.notes[name] = "needs torch, which is not at hand"
-    else:
-        report.steps.append(row)
-
-
-_Runner = Callable[[_Task, Settings, Machine, Bench, Report], None]
-_RUNNERS: dict[str, _Runner] = {
-    "check": _check,
-    "cold": _cold,
-    "warm": _warm,
-    "host": _host,
-    "compile": _compile,
-    "step": _step,
-}
+    def _compile(self, operation: Operation, problem: Problem) -> None:
+        formats = self._settings.formats or operation.formats
+        wanted = compile_time.entries(_KERNELS[operation.name], formats)
+        self._report.compiled += compile_time.measure(wanted)

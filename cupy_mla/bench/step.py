@@ -1,7 +1,7 @@
 """A step as models run it: a product makes the rows, they are stored, and attention reads them.
 
-All of it is one graph. Rows are stored by this library, by the framework's own operations (division,
-cast, scatter), or not at all: what is left then is what the step costs anyway.
+All of it is one graph. Rows are stored by this library, by the framework's own operations
+(division, cast, scatter), or not at all: that is what the step costs anyway.
 """
 
 from __future__ import annotations
@@ -115,11 +115,13 @@ def _steps(problem: Problem, machine: Machine, framework: str) -> dict[str, Call
         read = baselines.read_rows(
             insert.caches_at(problem, caches), insert.address_of(slots), problem.tokens
         )
-    multiply = machine.arrays.xp.matmul if torch is None else torch.matmul
 
     def step(stored: Call | None) -> Call:
         def run() -> None:
-            multiply(hidden, weight, out=rows)
+            if torch is None:
+                hidden.dot(weight, out=rows)
+            else:
+                torch.matmul(hidden, weight, out=rows)
             if stored is not None:
                 stored()
             read()

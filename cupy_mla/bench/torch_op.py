@@ -14,14 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .machine import RecordedLaunch
+from cupy_mla._cuda.timing import RecordedLaunch
+
 from .problem import Call
 
 _FILE = "torch_op.cpp"
 
 
 def _folder() -> Path:
-    """Return where the library is kept: of this user alone, so that nobody else can put one there."""
+    """Return where the library is kept: a folder of this user alone."""
     path = Path(tempfile.gettempdir(), f"cupy_mla_bench_{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     if path.stat().st_uid != os.getuid():

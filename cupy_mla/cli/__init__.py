@@ -23,7 +23,7 @@ from cupy_mla.errors import BackendUnavailable, CompileError
 __all__ = ["main"]
 
 #: Modules of this package that are commands, in the order in which help lists them.
-COMMANDS = ("demo", "layouts", "inspect", "info")
+COMMANDS = ("demo", "layouts", "inspect", "bench", "warmup", "info")
 
 _EXAMPLES = "examples:"
 

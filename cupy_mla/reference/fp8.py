@@ -71,7 +71,7 @@ def tile_scales(x: Floats, tile: int, scale_format: str) -> Floats:
     float32 array [n, width / tile]
         The largest magnitude of a tile ignores NaN.
     """
-    tiles = np.abs(x.reshape(x.shape[0], -1, tile))
+    tiles = np.abs(x.reshape(x.shape[0], x.shape[1] // tile, tile))
     with np.errstate(all="ignore"):
         amax: Floats = np.fmax.reduce(tiles, axis=2, initial=np.float32(0))
         raw = amax / _E4M3_MAX

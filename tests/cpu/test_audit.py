@@ -89,14 +89,9 @@ def test_all_bits_that_are_no_number(backend, fmt, width, patterns):
         start = cache.geometry.row_at(number) + element * width
         pool[start : start + width] = np.frombuffer(bytes.fromhex(pattern), np.uint8)
         expected.append((number, "nope", element) if element < 6 else (number, "rope", element - 6))
-    cache.array[:] = np.ndarray(
-        (2, 4, 8),
-        helpers.STORAGE_DTYPES[fmt],
-        pool,
-        256,
-        (cache.geometry.block_stride, cache.geometry.row_stride, width),
-    )
-    audit = audit_cache(cache.array, fmt, kv_lora_rank=6, rope_dim=2)
+    strides = (cache.geometry.block_stride, cache.geometry.row_stride, width)
+    array = backend.view(backend.buffer(pool), (2, 4, 8), helpers.STORAGE_DTYPES[fmt], strides, 256)
+    audit = audit_cache(array, fmt, kv_lora_rank=6, rope_dim=2)
     assert audit.nonfinite == expected
     assert audit.scale_format is None
     assert audit.scale_evidence is None
@@ -368,16 +363,19 @@ def test_flat_fp8_says_that_its_scale_is_elsewhere(backend):
     assert "scale format" not in text
 
 
-def test_padded_caches_and_an_axis_for_one_head(backend, rng):
-    for four_d in (False, True):
-        cache = make_cache(
-            backend, "fp8_ds_mla", 3, 4, row_pad=16, block_pad=48, four_d=four_d, fill=0x7F
-        )
-        array = cache.array[:, :, 0] if four_d else cache.array
-        array[:] = 0
-        assert audit_cache(cache.array, "fp8_ds_mla").nonfinite == []
-        array[2, 1, 9] = 0xFF
-        assert audit_cache(cache.array, "fp8_ds_mla").nonfinite == [(9, "nope", 9)]
+@pytest.mark.parametrize("four_d", [False, True])
+def test_padded_caches_and_an_axis_for_one_head(backend, four_d):
+    """Three blocks of four rows, 672 bytes from one to the next, 2736 from a block to the next."""
+    shape, strides = (3, 4, 656), (2736, 672, 1)
+    if four_d:
+        shape, strides = (3, 4, 1, 656), (2736, 672, 672, 1)
+    pool = np.full(256 + 3 * 2736 + 256, 0x7F, np.uint8)
+    np.ndarray((3, 4, 656), np.uint8, pool, 256, (2736, 672, 1))[:] = 0
+    for place, found in ((None, []), (9, [(9, "nope", 9)])):
+        if place is not None:
+            pool[256 + 2 * 2736 + 672 + 9] = 0xFF
+        cache = backend.view(backend.buffer(pool), shape, np.uint8, strides, 256)
+        assert audit_cache(cache, "fp8_ds_mla").nonfinite == found
 
 
 def test_other_sizes_and_layouts(backend):

@@ -301,9 +301,10 @@ def test_only_the_given_slots(backend, rng, dtype):
 
 
 @pytest.mark.parametrize("slots", [[], [-1, -5], [99]])
-def test_no_slots_change_nothing(backend, rng, slots):
+@pytest.mark.parametrize("dst_fmt", ["float32", "fp8_ds_mla"])
+def test_no_slots_change_nothing(backend, rng, slots, dst_fmt):
     src = filled(backend, rng, "bfloat16", 2, 4)
-    dst = make_cache(backend, "float32", 2, 4)
+    dst = make_cache(backend, dst_fmt, 2, 4)
     with helpers.unchanged(dst):
         convert(src, dst, slots=backend.array(np.array(slots, np.int64)))
 

@@ -84,6 +84,17 @@ def test_rows_off_their_vectors(device, rng, fmt, dtype, lead):
     check(device, case)
 
 
+@one_of_each_kind
+@pytest.mark.parametrize("part", ["kv_c", "k_pe"])
+@pytest.mark.parametrize(("lead", "tail"), [(0, 1), (1, 15), (4, 12), (8, 9)])
+def test_one_input_off_its_vectors_by_base_or_stride(device, rng, fmt, dtype, part, lead, tail):
+    case = make_case(rng, fmt, dtype, tokens=7)
+    rows = getattr(case, part)
+    wide = harness.aligned_copy(np.pad(rows, ((0, 0), (0, 0), (lead, tail))))
+    setattr(case, part, wide[..., lead : lead + rows.shape[-1]])
+    check(device, case)
+
+
 @every_specialisation
 def test_rows_that_are_views_of_one_projection(device, rng, fmt, dtype):
     case = make_case(rng, fmt, dtype, layers=3, tokens=10)
@@ -196,7 +207,8 @@ def test_shapes_of_grid_and_block(device, rng, fmt, dtype, stream_stores):
         case.shape = geometry.LaunchShape(2 * per_layer, (lanes, rows), per_layer, block_tokens)
         for cache in case.caches:
             cache.pool[:] = harness.SENTINEL
-        check(device, replace(case, stream_stores=stream_stores))
+        outcome = check(device, replace(case, stream_stores=stream_stores, collect_stats=True))
+        assert outcome.counters["rows_written"].sum() > 64
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("bfloat16", "bfloat16"), ("fp8_e4m3", "bfloat16")])
