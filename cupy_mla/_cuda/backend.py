@@ -13,6 +13,7 @@ from cupy_mla.errors import reject_type
 from . import cupy_device, registry
 from .compiler import load
 from .device import Device
+from .fused import CudaFused
 from .insert import ALL_CACHES, ONE_CACHE, PreparedInsert, prepare, prepare_grouped
 from .read import CudaReads
 from .streams import Keeper, hold, wait_for_producers
@@ -45,7 +46,7 @@ def install(device: Device) -> None:
         _backends[device.ordinal] = CudaBackend(device)
 
 
-class CudaBackend(CudaReads):
+class CudaBackend(CudaFused, CudaReads):
     """Device arrays, by kernels.
 
     Parameters

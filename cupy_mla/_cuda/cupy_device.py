@@ -162,6 +162,15 @@ class CupyDevice:
             module.compile()
         except self._cupy.cuda.compiler.CompileException as error:
             raise CompileError(str(error)) from error
+        except self._cupy.cuda.driver.CUDADriverError as error:
+            raise RuntimeError(
+                f"a kernel could not be loaded ({error}); while a graph is captured none may be: "
+                "call warmup() before the capture"
+            ) from error
+        except RuntimeError as error:
+            if type(error).__name__ != "DynamicLibNotFoundError":
+                raise
+            raise BackendUnavailable(f"NVRTC is missing ({error}): {_INSTALL}") from error
         return module
 
     def launch(

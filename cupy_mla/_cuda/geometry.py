@@ -20,6 +20,11 @@ _WAVE_BLOCKS = 4
 _SOME_BLOCKS = 4
 _FEW_BLOCKS = 2
 
+#: Warps of the blocks in which a warp takes a row; as many threads as bring the norm's weights.
+ROW_WARPS = 4
+_MOST_ROW_TURNS = 4
+_WAVE_ROW_BLOCKS = 8
+
 
 class LaunchShape(NamedTuple):
     """Grid and block of a launch.
@@ -158,3 +163,39 @@ def _lanes(specialisation: Specialisation, lora_rank: int, rope_dim: int) -> int
     units = width // row_format.unit
     turns = -(-units // _MAX_LANES)
     return -(-units // turns)
+
+
+def warp_rows_shape(operation: str, *, layers: int, tokens: int, sm_count: int) -> LaunchShape:
+    """Choose the grid of a kernel whose warps take a row each, one after the other.
+
+    Parameters
+    ----------
+    operation : str
+        For messages.
+    layers, tokens : int
+        At least 1.
+    sm_count : int
+        Multiprocessors of the device.
+
+    Examples
+    --------
+    >>> warp_rows_shape("insert_context", layers=5, tokens=8192, sm_count=132)
+    LaunchShape(grid=2560, block=(32, 4), blocks_per_layer=512, block_tokens=16)
+    >>> warp_rows_shape("insert_context", layers=5, tokens=1, sm_count=132)
+    LaunchShape(grid=5, block=(32, 4), blocks_per_layer=1, block_tokens=4)
+    """
+    if max(layers * tokens, tokens) > INT32_END - 2**16:
+        raise ValueError(
+            f"{operation}: layers and tokens must fit a grid, got {layers} and {tokens}"
+        )
+
+    def blocks(block_tokens: int) -> int:
+        return layers * -(-tokens // block_tokens)
+
+    turns = 1
+    while turns < _MOST_ROW_TURNS and (
+        blocks(ROW_WARPS * turns) > _WAVE_ROW_BLOCKS * turns**2 * sm_count
+    ):
+        turns *= 2
+    grid = blocks(ROW_WARPS * turns)
+    return LaunchShape(grid, (_WARP, ROW_WARPS), grid // layers, ROW_WARPS * turns)

@@ -201,12 +201,12 @@ _READ_STRUCTS = (params.DIVISOR, params.LAYER_ENTRY, params.INDEX_ARRAY, params.
 
 def _value_copies(name: str) -> RowFormat:
     return RowFormat(
-        name, "copy_values.cuh", "CopyValues<{input}>", (InputTuning(name, 1, 3),), 16, True
+        name, "copy_values.cuh", "CopyValues<{input}>", (InputTuning(name, 1, 5),), 16, True
     )
 
 
 def _value_codes(name: str, code: str) -> RowFormat:
-    inputs = tuple(InputTuning(dtype, 1, 3) for dtype in ("bfloat16", "float16", "float32"))
+    inputs = tuple(InputTuning(dtype, 1, 5) for dtype in ("bfloat16", "float16", "float32"))
     template = f"FlatFp8Values<cupy_mla::{code}, {{input}}>"
     return RowFormat(name, "flat_fp8_values.cuh", template, inputs, 16, True)
 
@@ -222,7 +222,7 @@ _VALUE_FORMATS = (
         "fp8_ds_mla",
         "ds_mla_values.cuh",
         "DsMlaValues",
-        (InputTuning("bfloat16", 1, 3),),
+        (InputTuning("bfloat16", 1, 5),),
         16,
         warp_a_row=True,
     ),
@@ -257,7 +257,7 @@ KERNELS: dict[str, Kernel] = {
                 params_fused.KEY_NORM,
             ),
             _VALUE_FORMATS,
-            max_threads=256,
+            max_threads=128,
         ),
         Kernel("gather", "gather.cu", params.READ_PARAMS, _READ_STRUCTS, _READ_FORMATS),
         Kernel("copy", "copy.cu", params.READ_PARAMS, _READ_STRUCTS, _COPY_FORMATS),

@@ -172,6 +172,11 @@ class CudaTarget:
         return self.device.current_stream(self.caches[0].framework)
 
     def _write_table(self) -> None:
+        if self.device.is_capturing(self.stream()):
+            raise RuntimeError(
+                "a writer's tables cannot be written while a graph is captured: make the writer, "
+                "rebind it and update its scales before the capture or after it"
+            )
         entries = [
             layer_entry(self.caches[layer].ptr, self._plans[layer], self._scales[layer], layer)
             for layer in self._order

@@ -166,7 +166,7 @@ class Caches(NamedTuple):
         return cls(layout, addresses, first.shape[1], block_stride, row_stride, scales)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Launch:
     """A prepared launch, to be called.
 

@@ -72,7 +72,8 @@ def _torch(step: _Step, machine: Machine) -> Alternative:
         stored = pipelines.encode_rows(step.torch, step.rows[layer], step.layout, scale)
         pipelines.store_rows(caches[layer], step.slots, stored)
 
-    return Alternative(_over_layers(step, store), torch=True)
+    # On a GPU torch multiplies by the reciprocal of 448, which may give another scale.
+    return Alternative(_over_layers(step, store), exact=not step.layout.tile, torch=True)
 
 
 def _vllm_ops(machine: Machine, torch: ModuleType, name: str) -> Any:

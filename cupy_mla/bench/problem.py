@@ -193,7 +193,8 @@ class Expected:
         if self.tolerance is None:
             return int((found != self.values).sum())
         allowed = self.tolerance * np.maximum(np.abs(self.values), self.floor)
-        return int((~(np.abs(found - self.values) <= allowed)).sum())
+        with np.errstate(invalid="ignore"):  # a NaN is a difference
+            return int((~(np.abs(found - self.values) <= allowed)).sum())
 
 
 def slots_of(problem: Problem, seed: int = 0) -> Array:

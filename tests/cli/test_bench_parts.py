@@ -255,9 +255,8 @@ def test_every_output_is_looked_at(name, fmt):
                 def broken():
                     run()
                     raw = instance.outputs[output].reshape(-1).view(np.uint8)
-                    last = raw.size - 1
-                    # Both bytes of a number, so that its exponent is hit too.
-                    raw[max(int(last * place) - 1, 0) : int(last * place) + 1] ^= 0x55
+                    start = int((raw.size - 8) * place)  # a number's exponent is hit too
+                    raw[start : start + 8] ^= 0x55
 
                 return replace(instance, run=broken)
 

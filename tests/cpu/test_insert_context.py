@@ -32,7 +32,7 @@ any_format = pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("neox", [False, True])
 def test_every_byte_is_the_oracles(backend, rng, fmt, rounding, neox):
     step = Step(backend, rng, fmt, tokens=5, slots=[11, -1, 2, 12, 40], positions=[15, 1, 16, 0, 2])
-    before = {name: np.copy(value) for name, value in step.arguments().items()}
+    before = {name: backend.to_numpy(value).copy() for name, value in step.arguments().items()}
     want = step.expected(neox=neox, staged=rounding == "staged", eps=1e-5)
     given = step.arguments()
     step.writer().insert_context(**given, eps=1e-5, is_neox=neox, rounding=rounding)
@@ -136,8 +136,9 @@ def test_inputs_inside_larger_buffers(backend, rng, flat):
 def test_a_projection_whose_layers_come_first(backend, rng):
     step = Step(backend, rng)
     want = step.expected()
-    base = backend.array(np.ascontiguousarray(step.kv.transpose(1, 0, 2)))
-    step.writer().insert_context(**step.arguments(kv=base.transpose(1, 0, 2)))
+    base = np.ascontiguousarray(step.kv.transpose(1, 0, 2))
+    kv = backend.array(base.transpose(1, 0, 2))
+    step.writer().insert_context(**step.arguments(kv=kv))
     step.check(want)
 
 

@@ -192,9 +192,9 @@ def test_rotary_parts_keep_their_bits_or_get_one_nan(device):
 
 
 def test_more_rows_than_a_block_takes(rng):
+    src, _ = random_cache(rng, "float16", blocks=150, block_size=2, finite=True)
     for sm_count in (1, 132):
         device = EmulatorDevice(sm_count=sm_count)
-        src, _ = random_cache(rng, "float16", blocks=150, block_size=2, finite=True)
         for destination in ("fp8_e4m3", "fp8_ds_mla", "float32"):
             dst, pool = random_cache(rng, destination, blocks=100, block_size=3)
             agree(device, lambda d=dst, k=destination: convert(src, d, "float16", k), pool)

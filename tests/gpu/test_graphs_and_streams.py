@@ -431,3 +431,22 @@ def test_mixed_devices_are_refused():
     with pytest.raises(ValueError, match=r"same CUDA device.*cuda:0.*cuda:1"):
         writer.insert(rows[..., :512], rows[..., 512:], torch.arange(4, device="cuda:0"))
     assert not caches[0].any()
+
+
+# --- what a graph must not hold -------------------------------------------------------------------
+
+
+def test_tables_are_not_written_while_a_graph_is_captured():
+    """The graph would hold a copy from host memory that is gone when it runs."""
+    writer, caches = make_writer("fp8_e4m3")
+    rows, slots = make_rows(), torch.arange(TOKENS, device="cuda")
+    writer.insert(*split(rows), slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        writer.insert(*split(rows), slots)
+        with pytest.raises(RuntimeError, match="captured"):
+            writer.update_scales([2.0] * LAYERS)
+        with pytest.raises(RuntimeError, match="captured"):
+            writer.rebind(caches)
+    graph.replay()
+    assert_stored(caches, rows, slots, "fp8_e4m3", 0.5)

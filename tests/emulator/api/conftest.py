@@ -79,6 +79,9 @@ class DeviceArray:
         part = self.host[index]
         return DeviceArray(np.asarray(part), self)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.host[index] = value.host if isinstance(value, DeviceArray) else value
+
 
 class DeviceBackend(helpers.Backend):
     """Emulated device arrays."""
