@@ -152,6 +152,9 @@ class ReadPlan:
 class Target(Protocol):
     """The caches that inserts go to, with scales and counters, as a backend keeps them."""
 
+    #: Of the caches.
+    framework: str
+
     def rebind(self, caches: Sequence[ArrayRef], plans: Sequence[CachePlan]) -> None:
         """Put other arrays in place of the caches."""
 

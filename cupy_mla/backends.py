@@ -62,6 +62,11 @@ class Backend(FusedBackend, Protocol):
         of several frameworks, or of the host.
         """
 
+    def bound_launcher(
+        self, plan: InsertPlan, inputs: InsertInputs, target: Target
+    ) -> Callable[[], None] | None:
+        """Return what stores what these arrays hold, at each call; None as for `launcher`."""
+
     def read_slots(
         self, plan: ReadPlan, slots: ArrayRef, target: Target, like: ArrayRef, stream: object
     ) -> Any:
@@ -139,6 +144,9 @@ class NumpyBackend(NumpyFused):
         reference.insert(plan, inputs, target)
 
     def launcher(self, plan: InsertPlan, inputs: InsertInputs, target: Any) -> None:
+        """Nothing is launched here."""
+
+    def bound_launcher(self, plan: InsertPlan, inputs: InsertInputs, target: Any) -> None:
         """Nothing is launched here."""
 
     def read_slots(

@@ -206,9 +206,12 @@ class GroupedCacheWriter:
             return
         if stream is None and self._shortcuts.run_step(kv_c, k_pe, slot_mapping):
             return
-        bound = self._prepare("insert", kv_c, k_pe, slot_mapping)
-        bound(stream)
-        self._shortcuts.learn(bound.launch, None, kv_c, k_pe, slot_mapping)
+        plan, inputs = self._step("insert", kv_c, k_pe, slot_mapping)
+        if self._device.kind == "cpu":
+            _validate.host_stream("insert", stream)
+        self._backend.insert(plan, inputs, self._target, stream)
+        launch = self._backend.launcher(plan, inputs, self._target)
+        self._shortcuts.learn(launch, None, kv_c, k_pe, slot_mapping)
 
     def bind(self, kv_c: Any, k_pe: Any, slot_mapping: Any) -> Callable[..., None]:
         """Validate fixed buffers once; the returned callable inserts what they hold at each call.
@@ -225,9 +228,12 @@ class GroupedCacheWriter:
         """
         if slot_mapping is None:
             reject_type("bind", "slot_mapping", "be an array or a list of arrays", "None")
-        return self._prepare("bind", kv_c, k_pe, slot_mapping)
+        plan, inputs = self._step("bind", kv_c, k_pe, slot_mapping)
+        return _BoundInsert(self._backend, plan, inputs, self._target)
 
-    def _prepare(self, operation: str, kv_c: Any, k_pe: Any, slot_mapping: Any) -> _BoundInsert:
+    def _step(
+        self, operation: str, kv_c: Any, k_pe: Any, slot_mapping: Any
+    ) -> tuple[InsertPlan, InsertInputs]:
         plan, inputs = _validate.insert_inputs(
             operation,
             kv_c,
@@ -239,7 +245,7 @@ class GroupedCacheWriter:
             owner="kv_caches",
         )
         _validate.storable(plan, self.layouts, "kv_c")
-        return _BoundInsert(self._backend, plan, inputs, self._target)
+        return plan, inputs
 
     def insert_context(
         self,
@@ -453,13 +459,17 @@ class _BoundInsert:
         self, backend: backends.Backend, plan: InsertPlan, inputs: InsertInputs, target: Target
     ) -> None:
         self._backend, self._plan, self._inputs, self._target = backend, plan, inputs, target
-        #: Launches with the addresses of arrays that look the same, where nothing else is to do.
-        self.launch = backend.launcher(plan, inputs, target)
-        self._addresses = inputs.addresses() if self.launch is not None else ()
+        self._framework = target.framework
+        self._launch = backend.bound_launcher(plan, inputs, target)
 
     def __call__(self, stream: Any = None) -> None:
-        if stream is None and self.launch is not None:
-            self.launch(*self._addresses)
+        # Caches of another framework, after a rebind, have another current stream.
+        if (
+            stream is None
+            and self._launch is not None
+            and self._target.framework == self._framework
+        ):
+            self._launch()
             return
         if self._plan.device.kind == "cpu":
             _validate.host_stream(self._plan.operation, stream)

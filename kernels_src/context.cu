@@ -27,7 +27,6 @@ struct ContextRows {
 
   const ContextParams& p;
   const SharedWeights& weights;
-  const u8* kv;      // the layer's
   const u8* angles;  // of the lane's own token
   i32 layer;
   i32 lane;
@@ -35,30 +34,29 @@ struct ContextRows {
   bool to_vectors;
   Format format;
 
-  // Row k of the warp.
-  __device__ __forceinline__ KeyRow find(i32 token, i32 k) const {
-    const u8* latent = kv + token * p.kv_token_stride;
-    const u8* rope = latent + p.norm.lora_rank * i64{sizeof(typename Input::Bits)};
-    return {latent, rope, shuffle_pointer(angles, k)};
-  }
-
-  __device__ __forceinline__ KeyFragment<Input> load(i32 token, i32 k) const {
-    const u8* latent = kv + token * p.kv_token_stride;
-    KeyFragment<Input> fragment{};
+  // Loads a row of which lane k knows the angles.
+  __device__ __forceinline__ void load(const u8* latent, i32 k,
+                                       KeyFragment<Input>& fragment) const {
     if (from_vectors) {
       load_run(latent, lane, fragment);
     } else if constexpr (Format::kTiled) {
       load_run_by_element(latent, lane, fragment);
     }
-    fragment.pair = load_first_pair<Input>(p.norm, find(token, k), lane);
-    return fragment;
+    const u8* row_angles = shuffle_pointer(angles, k);
+    if (lane < p.norm.rope.half) {
+      fragment.pair = load_pair<Input>(p.norm.rope, row_angles, rope_of(latent), lane);
+    }
   }
 
-  // Works on row k of the warp, which goes to `to`.
-  __device__ __forceinline__ void store(i32 token, i32 k, const KeyFragment<Input>& fragment,
+  __device__ __forceinline__ const u8* rope_of(const u8* latent) const {
+    return latent + p.norm.lora_rank * i64{sizeof(typename Input::Bits)};
+  }
+
+  // Works on a row of which lane k knows the angles, and which goes to `to`.
+  __device__ __forceinline__ void store(const u8* latent, i32 k, const KeyFragment<Input>& fragment,
                                         u8* to, Tally& tally) const {
     // Tiles are always of whole runs, which flat rows are at this width and alignment alone.
-    const bool by_runs = Format::kTiled || (from_vectors && to_vectors);
+    const bool by_runs = Format::kTiled || (from_vectors && to_vectors && format.takes_runs());
     if (by_runs) {
       float values[kRun];
       widen_vectors<Input>(fragment.latent, values);
@@ -69,7 +67,6 @@ struct ContextRows {
     if constexpr (!Format::kTiled) {
       if (!by_runs) {
         const u8* weight = p.weight + layer * p.norm.weight_stride;
-        const u8* latent = kv + token * p.kv_token_stride;
         norm_by_element<Input>(p.norm, latent, weight, lane, [&](i32 i, float value) {
           format.store_element(value, i, to);
           count({value}, tally);
@@ -77,8 +74,8 @@ struct ContextRows {
       }
     }
     u8* rope = Format::rope_of(to, p.norm.lora_rank);
-    rotate_key<Input>(p.norm, find(token, k), fragment.pair, lane,
-                      [&](const PairPlaces& places, float a, float b) {
+    rotate_key<Input>(p.norm, {latent, rope_of(latent), shuffle_pointer(angles, k)}, fragment.pair,
+                      lane, [&](const PairPlaces& places, float a, float b) {
                         format.store_pair(a, b, places.first, places.second, rope);
                         count({a, b}, tally);
                       });
@@ -134,23 +131,18 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     quad = SharedWeights::load(p.weight + layer * p.norm.weight_stride, p.norm.weight_type, thread);
   }
   const LayerEntry entry = *entry_address;
-  const u8* kv = p.kv + layer * p.kv_layer_stride;
+  const u8* latent = p.kv + layer * p.kv_layer_stride + first_token * p.kv_token_stride;
   const u8* angles = nullptr;
-  if (p.norm.rope.width != 0) {
+  if (p.norm.rope.half != 0) {
     angles = find_angles(p.norm.rope, p.table, slot_of(loaded_position, p.position_bytes));
   }
-  ContextRows<Format> rows = {p,
-                              weights,
-                              kv,
-                              angles,
-                              layer,
-                              lane,
-                              is_wide && is_vector_aligned(address_of(kv) | p.kv_token_stride),
-                              false,
-                              Format()};
+  ContextRows<Format> rows = {
+      p,     weights, angles,
+      layer, lane,    is_wide && is_vector_aligned(address_of(latent) | p.kv_token_stride),
+      false, Format()};
 
-  KeyFragment<Input> fragment{};
-  if (first_token < end_token) fragment = rows.load(first_token, 0);
+  KeyFragment<Input> fragment;
+  if (first_token < end_token) rows.load(latent, 0, fragment);
 
   Tally tally = {0, 0, 0, 0};
   u8* destination = nullptr;
@@ -159,7 +151,7 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     const Ledger ledger = {p.counters + layer * kCounters, p.errors};
     const i64 slot = slot_of(loaded_slot, p.slot_bytes);
     is_padding = slot < 0;
-    const bool has_position = p.norm.rope.width == 0 || angles != nullptr;
+    const bool has_position = p.norm.rope.half == 0 || angles != nullptr;
     destination = claim_row(entry, ledger, layer, own_token, slot, has_position);
   }
   rows.to_vectors =
@@ -171,11 +163,12 @@ __device__ __forceinline__ void context(const ContextParams& p) {
 
   for (i32 token = first_token, k = 0; token < end_token; token += warps, ++k) {
     // The next row is on its way while this one is worked on.
-    KeyFragment<Input> next{};
-    if (token + warps < end_token) next = rows.load(token + warps, k + 1);
+    KeyFragment<Input> next;
+    const u8* next_latent = latent + warps * p.kv_token_stride;
+    if (token + warps < end_token) rows.load(next_latent, k + 1, next);
     u8* to = shuffle_pointer(destination, k);
     const u32 before = tally.nonfinite;
-    if (to != nullptr) rows.store(token, k, fragment, to, tally);
+    if (to != nullptr) rows.store(latent, k, fragment, to, tally);
     if (p.collect_stats) {
       const i64 slot = slot_of(__shfl_sync(kWholeWarp, loaded_slot, k), p.slot_bytes);
       if (tally.nonfinite != before) {
@@ -183,6 +176,7 @@ __device__ __forceinline__ void context(const ContextParams& p) {
       }
     }
     fragment = next;
+    latent = next_latent;
   }
   if (p.collect_stats) {
     tally.rows = destination != nullptr;

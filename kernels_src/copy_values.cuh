@@ -21,6 +21,9 @@ struct CopyValues {
   CopyValues() = default;
   __device__ __forceinline__ CopyValues(float, bool, bool streaming) : streaming(streaming) {}
 
+  // Whether store_run() can be used.
+  __device__ __forceinline__ bool takes_runs() const { return true; }
+
   __device__ __forceinline__ static u8* rope_of(u8* row, i32 lora_rank) {
     return row + lora_rank * i64{sizeof(Bits)};
   }

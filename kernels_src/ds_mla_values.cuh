@@ -32,6 +32,9 @@ struct DsMlaValues {
   __device__ __forceinline__ DsMlaValues(float scale, bool scale_ue8m0, bool streaming)
       : rows(scale, scale_ue8m0, streaming) {}
 
+  // Whether store_run() can be used.
+  __device__ __forceinline__ bool takes_runs() const { return true; }
+
   __device__ __forceinline__ static u8* rope_of(u8* row, i32) { return row + layout::kRopeOffset; }
 
   // All lanes of the warp take part, each with its own run.
@@ -42,7 +45,7 @@ struct DsMlaValues {
     const float scale = rows.tile_scale(max_over_lanes<kTileLanes>(amax));
     Encoded encoded;
     encoded.scale = bits_of(scale);
-    encode_quotients<E4m3>(Divider<false>(scale), values, encoded.codes);
+    encode_quotients<E4m3>(QuotientScale(scale), values, encoded.codes);
     return encoded;
   }
 

@@ -15,12 +15,15 @@ struct FlatFp8Values {
   static constexpr bool kLayerScale = true;
   static constexpr bool kTiled = false;
 
-  Divider<false> divider;
+  QuotientScale scale;
   bool streaming;
 
   FlatFp8Values() = default;
   __device__ __forceinline__ FlatFp8Values(float scale, bool, bool streaming)
-      : divider(scale), streaming(streaming) {}
+      : scale(scale), streaming(streaming) {}
+
+  // Whether store_run() can be used.
+  __device__ __forceinline__ bool takes_runs() const { return scale.is_usual(); }
 
   __device__ __forceinline__ static u8* rope_of(u8* row, i32 lora_rank) { return row + lora_rank; }
 
@@ -28,26 +31,28 @@ struct FlatFp8Values {
   __device__ __forceinline__ void store_run(const float (&values)[kRun], u8* latent, i32 lane,
                                             bool) const {
     u32 codes[kRun / 4];
-    encode_quotients<Code>(divider, values, codes);
+#pragma unroll
+    for (int i = 0; i < kRun / 4; ++i) {
+      const float four[4] = {scale.divide(values[4 * i]), scale.divide(values[4 * i + 1]),
+                             scale.divide(values[4 * i + 2]), scale.divide(values[4 * i + 3])};
+      codes[i] = Code::encode(four);
+    }
     store_vector(latent + lane * kRun, {codes[0], codes[1], codes[2], codes[3]}, streaming);
   }
 
   __device__ __forceinline__ void store_element(float value, i32 i, u8* latent) const {
-    u32 codes[1];
-    encode_quotients<Code>(divider, {value, 0.0f, 0.0f, 0.0f}, codes);
-    latent[i] = static_cast<u8>(codes[0]);
+    latent[i] = static_cast<u8>(encode_two<Code>(scale, value, 0.0f));
   }
 
   __device__ __forceinline__ void store_pair(float a, float b, i32 first, i32 second,
                                              u8* rope) const {
-    u32 codes[1];
-    encode_quotients<Code>(divider, {a, b, 0.0f, 0.0f}, codes);
-    store_two<u8>(rope, first, second, codes[0] & 0xFFu, codes[0] >> 8 & 0xFFu);
+    const u32 codes = encode_two<Code>(scale, a, b);
+    store_two<u8>(rope, first, second, codes & 0xFFu, codes >> 8 & 0xFFu);
   }
 
   // Divides once more: statistics then cost nothing where nobody wants them.
   __device__ __forceinline__ bool is_saturated(float value) const {
-    return cupy_mla::is_saturated<Code>(divider.divide(divider.bring_near(value)));
+    return cupy_mla::is_saturated<Code>(scale.divide(mul_rn_f32(value, scale.factor)));
   }
 };
 

@@ -124,16 +124,13 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
   const i32 row_step = static_cast<i32>(blockDim.y);
   i32 token = first_token + static_cast<i32>(threadIdx.y);
   Fragment fragments[kRows];
-  const auto load_rows = [&] {
-    if (!from_vectors || threadIdx.x >= units) return;
+  const bool has_unit = from_vectors && threadIdx.x < units;
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      if (token + k * row_step < end_token) {
-        fragments[k] = Format::load(cursor, token + k * row_step);
-      }
+  for (int k = 0; k < kRows; ++k) {
+    if (has_unit && token + k * row_step < end_token) {
+      fragments[k] = Format::load(cursor, token + k * row_step);
     }
-  };
-  load_rows();
+  }
 
   Tally tally = {0, 0, 0, 0};
   if (slot_token < end_token) {
@@ -163,18 +160,21 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
         const i32 row_token = token + k * row_step;
         if (row_token >= end_token) break;
         u8* destination = shared.destinations[row_token - first_token];
-        if (destination == nullptr) continue;
-        const u32 before = tally.nonfinite;
-        for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) {
-          // Rows of more units than threads: the others one by one.
-          if (unit != threadIdx.x) fragments[k] = Format::load(Cursor(rows, unit), row_token);
-          format.store(fragments[k], destination, unit);
-          if (p.collect_stats) format.count(fragments[k], tally);
+        if (destination != nullptr) {
+          const u32 before = tally.nonfinite;
+          for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) {
+            // Rows of more units than threads: the others one by one.
+            if (unit != threadIdx.x) fragments[k] = Format::load(Cursor(rows, unit), row_token);
+            format.store(fragments[k], destination, unit);
+            if (p.collect_stats) format.count(fragments[k], tally);
+          }
+          note_nonfinite(row_token, before);
         }
-        note_nonfinite(row_token, before);
+        // The next one at once, while the others in flight are stored.
+        const i32 next_token = row_token + kRows * row_step;
+        if (has_unit && next_token < end_token) fragments[k] = Format::load(cursor, next_token);
       }
       token += kRows * row_step;
-      load_rows();
     }
   } else {
     for (; token < end_token; token += row_step) {

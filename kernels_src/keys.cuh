@@ -35,13 +35,6 @@ struct KeyFragment {
   PairBits pair;
 };
 
-template <class Input>
-__device__ __forceinline__ PairBits load_first_pair(const KeyNorm& norm, const KeyRow& row,
-                                                    i32 lane) {
-  if (lane >= norm.rope.width / 2) return {};
-  return load_pair<Input>(norm.rope, row.angles, row.rope, lane);
-}
-
 // From an address of vector alignment.
 template <class Input>
 __device__ __forceinline__ void load_run(const u8* latent, i32 lane, KeyFragment<Input>& fragment) {

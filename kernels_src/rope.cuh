@@ -3,6 +3,7 @@
 #pragma once
 
 #include "exact_math.cuh"
+#include "lanes.cuh"
 #include "numbers.cuh"
 #include "types.cuh"
 
@@ -12,10 +13,10 @@ namespace cupy_mla {
 struct RopeTable {
   i64 stride;  // bytes from a position's row to the next
   i64 rows;
-  i32 type;   // NumberType
-  i32 width;  // elements that are rotated; 0: there is no table
-  i32 is_neox;
-  i32 reserved;
+  i32 type;     // NumberType
+  i32 half;     // pairs that are rotated; 0: there is no table
+  i32 step;     // elements from a pair's first one to the next pair's: 1 for halves, else 2
+  i32 partner;  // elements from a pair's first one to its second: `half`, or 1
 };
 
 // Row of a position; null where the table has none, and then nothing of it is read.
@@ -30,8 +31,8 @@ struct PairPlaces {
 };
 
 __device__ __forceinline__ PairPlaces pair_places(const RopeTable& table, i32 pair) {
-  if (table.is_neox) return {pair, pair + table.width / 2};
-  return {2 * pair, 2 * pair + 1};
+  const i32 first = pair * table.step;
+  return {first, first + table.partner};
 }
 
 // A pair and its angle as they lie in memory.
@@ -42,17 +43,20 @@ struct PairBits {
   u32 sin;
 };
 
+// Without angles they stay as they are: then nobody looks at them.
 template <class Input>
 __device__ __forceinline__ PairBits load_pair(const RopeTable& table, const u8* angles,
                                               const u8* elements, i32 pair) {
-  using Bits = typename Input::Bits;
   const PairPlaces places = pair_places(table, pair);
-  PairBits bits{};
-  bits.first = reinterpret_cast<const Bits*>(elements)[places.first];
-  bits.second = reinterpret_cast<const Bits*>(elements)[places.second];
+  const auto* first = reinterpret_cast<const typename Input::Bits*>(elements) + places.first;
+  PairBits bits;
+  bits.first = first[0];
+  bits.second = first[table.partner];
   if (angles != nullptr) {
-    bits.cos = load_number_bits(angles, table.type, pair);
-    bits.sin = load_number_bits(angles, table.type, table.width / 2 + pair);
+    const u32 bytes = number_bytes(table.type);
+    const u8* cos = angles + pair * bytes;
+    bits.cos = load_number_bits(cos, table.type, 0);
+    bits.sin = load_number_bits(cos + table.half * bytes, table.type, 0);
   }
   return bits;
 }
@@ -70,9 +74,8 @@ template <class Input, class Visit>
 __device__ __forceinline__ void for_each_pair(const RopeTable& table, const u8* angles,
                                               const u8* elements, PairBits bits, i32 lane,
                                               Visit visit) {
-  const i32 half = table.width / 2;
 #pragma unroll 1
-  for (i32 pair = lane; pair < half;) {
+  for (i32 pair = lane; pair < table.half;) {
     float a = 0.0f;
     float b = 0.0f;
     if (angles != nullptr) {
@@ -81,8 +84,8 @@ __device__ __forceinline__ void for_each_pair(const RopeTable& table, const u8* 
       rotate(a, b, widen_number(bits.cos, table.type), widen_number(bits.sin, table.type));
     }
     visit(pair_places(table, pair), a, b);
-    pair += 32;
-    if (pair < half) bits = load_pair<Input>(table, angles, elements, pair);
+    pair += kLanes;
+    if (pair < table.half) bits = load_pair<Input>(table, angles, elements, pair);
   }
 }
 

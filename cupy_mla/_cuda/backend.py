@@ -136,14 +136,19 @@ class CudaBackend(CudaFused, CudaReads):
         current_stream = self._only_stream(inputs, arrays)
         if current_stream is None:
             return None
-        run = self._prepared(plan, target).run
+        prepared = self._prepared(plan, target)
         if isinstance(target, CallTarget):
-            return _with_pair(run, ONE_CACHE, current_stream)
+            return _with_pair(prepared.run, ONE_CACHE, current_stream)
+        return prepared.by_address(current_stream)
 
-        def launch(kv_c: int, k_pe: int, slots: int) -> None:
-            run(kv_c, k_pe, slots, current_stream())
-
-        return launch
+    def bound_launcher(
+        self, plan: InsertPlan, inputs: InsertInputs, target: CudaTarget
+    ) -> Callable[[], None] | None:
+        """Return what stores what these arrays hold, at each call."""
+        current_stream = self._only_stream(inputs, [*target.arrays(), *inputs.arrays()])
+        if current_stream is None:
+            return None
+        return self._prepared(plan, target).fixed(current_stream, inputs.addresses())
 
     def _only_stream(
         self, inputs: InsertInputs, arrays: Iterable[ArrayRef]

@@ -94,7 +94,8 @@ def rope_table(table: Operand | None, *, is_neox: bool) -> tuple[int, ...]:
     if table is None:
         return (0,) * len(params_fused.ROPE_TABLE.dtype)
     rows, width = table.shape
-    return table.strides[0], rows, number_type(table), width, int(is_neox), 0
+    pairs = (1, width // 2) if is_neox else (2, 1)
+    return table.strides[0], rows, number_type(table), width // 2, *pairs
 
 
 def _arguments(plan: ContextPlan, target: CudaTarget) -> Array:

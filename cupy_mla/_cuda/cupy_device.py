@@ -177,15 +177,28 @@ class CupyDevice:
         self, function: Any, grid: int, block: tuple[int, int], arguments: Arguments, stream: int
     ) -> None:
         """Launch a function with one structure as its argument."""
-        if self._runtime.getDevice() == self.ordinal and hasattr(self._seen, "context"):
-            self._launch_kernel(
-                function, grid, 1, 1, block[0], block[1], 1, 0, stream, arguments.address, 0
-            )
-        else:
-            with self._entered():
-                self._launch_kernel(
-                    function, grid, 1, 1, block[0], block[1], 1, 0, stream, arguments.address, 0
+        self.launcher(function, grid, block)(arguments, stream)
+
+    def launcher(
+        self, function: Any, grid: int, block: tuple[int, int]
+    ) -> Callable[[Arguments, int], None]:
+        """Return `launch` for one function and shape."""
+        launch_kernel, get_device = self._launch_kernel, self._runtime.getDevice
+        ordinal, seen, (width, height) = self.ordinal, self._seen, block
+
+        def launch(arguments: Arguments, stream: int) -> None:
+            # The driver knows no device but its thread's current context.
+            if get_device() == ordinal and getattr(seen, "context", False):
+                launch_kernel(
+                    function, grid, 1, 1, width, height, 1, 0, stream, arguments.address, 0
                 )
+            else:
+                with self._entered():
+                    launch_kernel(
+                        function, grid, 1, 1, width, height, 1, 0, stream, arguments.address, 0
+                    )
+
+        return launch
 
     def allocate(self, nbytes: int) -> Memory:
         """Allocate memory from the driver, apart from any framework's pool."""

@@ -90,6 +90,11 @@ class Device(Protocol):
     ) -> None:
         """Launch a function with one structure as its argument, which is copied at once."""
 
+    def launcher(
+        self, function: Any, grid: int, block: tuple[int, int]
+    ) -> Callable[[Arguments, int], None]:
+        """Return `launch` for one function and shape, with little before the driver."""
+
     def allocate(self, nbytes: int) -> Memory:
         """Allocate memory; its content is unspecified."""
 

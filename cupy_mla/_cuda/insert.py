@@ -7,6 +7,7 @@ fills in pointers and launches.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,64 +38,83 @@ class _Launch:
 
     Parameters
     ----------
-    function : object
-        Of the device.
-    grid, block
-        As geometry chose them.
+    launch : callable
+        Of the device, for function and shape.
     arguments : numpy array of one element
         All but the pointers of a step's arrays.
     listed : tuple of int or None
         Layers of this launch, where each has slots of its own.
     """
 
-    __slots__ = ("_free", "_head", "_template", "block", "function", "grid", "listed")
+    __slots__ = ("_free", "_launch", "_strides", "_template", "listed")
 
     def __init__(
         self,
-        function: Any,
-        grid: int,
-        block: tuple[int, int],
+        launch: Callable[[Arguments, int], None],
         arguments: Array,
         listed: tuple[int, ...] | None,
     ) -> None:
-        self.function, self.grid, self.block, self.listed = function, grid, block, listed
+        self._launch, self.listed = launch, listed
         self._template = arguments.tobytes()
-        self._head = [
-            (int(arguments[name][0]["layer_stride"]), int(arguments[name][0]["token_stride"]))
+        self._strides = [
+            int(arguments[name][0][stride])
             for name in ("kv_c", "k_pe", "slots")
+            for stride in ("layer_stride", "token_stride")
         ]
         self._free: list[Arguments] = []
 
+    def by_address(self, current_stream: Callable[[], int]) -> Callable[[int, int, int], None]:
+        """Return the launch by the addresses of kv_c, k_pe and slots, written out for speed."""
+        free, template, launch, pack = self._free, self._template, self._launch, _HEAD.pack_into
+        a, b, c, d, e, f = self._strides
+
+        def run(kv_c: int, k_pe: int, slots: int) -> None:
+            # Taken from the list and put back: no two threads ever fill in the same structure.
+            try:
+                arguments = free.pop()
+            except IndexError:
+                arguments = Arguments(template)
+            # Pointers and the strides between them in one go.
+            pack(arguments.buffer, 0, kv_c, a, b, k_pe, c, d, slots, e, f)
+            launch(arguments, current_stream())
+            free.append(arguments)
+
+        return run
+
+    def fixed(
+        self, current_stream: Callable[[], int], addresses: tuple[int, int, int]
+    ) -> Callable[[], None]:
+        """Return the launch with these addresses, which nothing is left to be filled in for."""
+        launch = self._launch
+        arguments = Arguments(self._template)
+        kv_c, k_pe, slots = addresses
+        a, b, c, d, e, f = self._strides
+        _HEAD.pack_into(arguments.buffer, 0, kv_c, a, b, k_pe, c, d, slots, e, f)
+        return lambda: launch(arguments, current_stream())
+
     def run(
         self,
-        device: Device,
         kv_c: int,
         k_pe: int,
         slots: Any,
         stream: int,
         pair: tuple[int, int, int] | None,
     ) -> None:
-        """Fill in the pointers and launch."""
+        """Fill in all pointers there are and launch."""
         listed = self.listed
         if listed is not None and not any(slots[layer] for layer in listed):
             return
-        # Taken from the list and put back: no two threads ever fill in the same structure.
-        try:
-            arguments = self._free.pop()
-        except IndexError:
-            arguments = Arguments(self._template)
-        rows, rope, slot = self._head
+        arguments = Arguments(self._template)
+        a, b, c, d, e, f = self._strides
         shared = slots if listed is None else 0
-        # Pointers and the strides between them in one go.
-        _HEAD.pack_into(arguments.buffer, 0, kv_c, *rows, k_pe, *rope, shared, *slot)
+        _HEAD.pack_into(arguments.buffer, 0, kv_c, a, b, k_pe, c, d, shared, e, f)
         if listed is not None:
             for place, layer in enumerate(listed):
                 start = _SLOT_LIST_OFFSET + place * _SLOT_ARRAY_BYTES
                 _POINTER.pack_into(arguments.buffer, start, slots[layer])
         if pair is not None:
             _PAIR.pack_into(arguments.buffer, *pair)
-        device.launch(self.function, self.grid, self.block, arguments, stream)
-        self._free.append(arguments)
+        self._launch(arguments, stream)
 
 
 class PreparedInsert:
@@ -102,14 +122,12 @@ class PreparedInsert:
 
     Parameters
     ----------
-    device : Device
     launches : list
     """
 
-    __slots__ = ("_device", "_launches")
+    __slots__ = ("_launches",)
 
-    def __init__(self, device: Device, launches: list[_Launch]) -> None:
-        self._device = device
+    def __init__(self, launches: list[_Launch]) -> None:
         self._launches = launches
 
     def run(
@@ -133,13 +151,39 @@ class PreparedInsert:
             `ONE_CACHE` or `ALL_CACHES`, and the two addresses that go there.
         """
         for launch in self._launches:
-            launch.run(self._device, kv_c, k_pe, slots, stream, pair)
+            launch.run(kv_c, k_pe, slots, stream, pair)
+
+    def by_address(self, current_stream: Callable[[], int]) -> Callable[[int, int, int], None]:
+        """Return what launches by the addresses of kv_c, k_pe and slots, which is no list."""
+        runs = [launch.by_address(current_stream) for launch in self._launches]
+        if len(runs) == 1:
+            return runs[0]
+
+        def run(kv_c: int, k_pe: int, slots: int) -> None:
+            for one in runs:
+                one(kv_c, k_pe, slots)
+
+        return run
+
+    def fixed(
+        self, current_stream: Callable[[], int], addresses: tuple[int, int, int]
+    ) -> Callable[[], None]:
+        """Return what launches with these addresses, without a list of slots."""
+        runs = [launch.fixed(current_stream, addresses) for launch in self._launches]
+        if len(runs) == 1:
+            return runs[0]
+
+        def run() -> None:
+            for one in runs:
+                one()
+
+        return run
 
 
 def prepare(device: Device, plan: InsertPlan, target: CudaTarget | CallTarget) -> PreparedInsert:
     """Prepare inserts into a target: a launch a group of layers."""
     if plan.tokens == 0:
-        return PreparedInsert(device, [])
+        return PreparedInsert([])
     arguments = _arguments(plan)
     arguments["layers"] = target.table_ptr
     arguments["counters"] = target.counters_ptr
@@ -149,17 +193,17 @@ def prepare(device: Device, plan: InsertPlan, target: CudaTarget | CallTarget) -
     launches: list[_Launch] = []
     for group in target.groups:
         launches += _group_launches(device, plan, group, arguments)
-    return PreparedInsert(device, launches)
+    return PreparedInsert(launches)
 
 
 def prepare_grouped(device: Device, plan: InsertPlan, cache: CachePlan) -> PreparedInsert:
     """Prepare an insert into caches that are known by device pointers alone."""
     if plan.tokens == 0 or plan.num_layers == 0:
-        return PreparedInsert(device, [])
+        return PreparedInsert([])
     arguments = _arguments(plan)
     arguments["layer"] = layer_entry(0, cache, None, 0)
     group = LayerGroup(cache.layout, tuple(range(plan.num_layers)), 0)
-    return PreparedInsert(device, _group_launches(device, plan, group, arguments))
+    return PreparedInsert(_group_launches(device, plan, group, arguments))
 
 
 def _arguments(plan: InsertPlan) -> Array:
@@ -202,5 +246,6 @@ def _group_launches(
         arguments["blocks_per_layer"] = params.divisor(shape.blocks_per_layer)
         arguments["block_tokens"] = shape.block_tokens
         listed = layers if plan.slots_listed else None
-        launches.append(_Launch(function, shape.grid, shape.block, arguments, listed))
+        launch = device.launcher(function, shape.grid, shape.block)
+        launches.append(_Launch(launch, arguments, listed))
     return launches

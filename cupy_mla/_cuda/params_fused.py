@@ -17,9 +17,9 @@ _ROPE_TABLE = packed(
     ("stride", I64),
     ("rows", I64),
     ("type", I32),
-    ("width", I32),
-    ("is_neox", I32),
-    ("reserved", I32),
+    ("half", I32),
+    ("step", I32),
+    ("partner", I32),
 )
 _KEY_NORM = packed(
     ("weight_stride", I64),

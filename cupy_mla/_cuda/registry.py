@@ -127,7 +127,7 @@ def _copies(name: str, unit: int) -> RowFormat:
 
 def _flat_fp8(name: str, code: str) -> RowFormat:
     inputs = (
-        InputTuning("bfloat16", 1),
+        InputTuning("bfloat16", 2),
         InputTuning("float16", 1),
         InputTuning("float32", 1, 4),
     )

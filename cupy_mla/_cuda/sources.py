@@ -21,6 +21,8 @@ from . import geometry
 from .registry import Specialisation
 
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
+#: What a multiprocessor holds before sm_80; later ones hold half as many again, or twice as many.
+_TURING_THREADS = 1024
 _ONCE = re.compile(r"\s*#\s*pragma\s+once\s*")
 
 
@@ -90,10 +92,12 @@ def build(specialisation: Specialisation, layout: CacheLayout) -> Source:
 def _build(specialisation: Specialisation, constants: str) -> Source:
     kernel = specialisation.kernel
     entry = specialisation.entry
+    threads, blocks = kernel.max_threads or geometry.MAX_THREADS, specialisation.input.min_blocks
     bounds = "tuning::kMaxThreads"
-    if specialisation.input.min_blocks:
-        # Before sm_80 a multiprocessor holds too few threads for so many blocks.
-        bounds += f", __CUDA_ARCH__ >= 800 ? {specialisation.input.min_blocks} : 0"
+    if threads * blocks > _TURING_THREADS:
+        bounds += f", __CUDA_ARCH__ >= 800 ? {blocks} : 0"
+    elif blocks:
+        bounds += f", {blocks}"
     checks = "".join(struct.layout_checks() for struct in (*kernel.structs, kernel.params))
     text = (
         f"// cupy_mla: {specialisation}\n"
@@ -101,7 +105,7 @@ def _build(specialisation: Specialisation, constants: str) -> Source:
         f"{constants}"
         "namespace tuning {\n"
         f"constexpr int kRowsInFlight = {specialisation.input.rows_in_flight};\n"
-        f"constexpr int kMaxThreads = {kernel.max_threads or geometry.MAX_THREADS};\n"
+        f"constexpr int kMaxThreads = {threads};\n"
         "}  // namespace tuning\n"
         f"{flatten((kernel.file, specialisation.format.header))}"
         '#line 1 "entry"\n'

@@ -90,6 +90,7 @@ class CallTarget:
         self.entry = layer_entry(cache.ptr, plan, scale, 0)
         self.plan = plan
         self.caches = (cache,)
+        self.framework = cache.framework
         self._scale = scale
 
     def arrays(self) -> list[ArrayRef]:
@@ -141,6 +142,7 @@ class CudaTarget:
         self._errors = device.allocate(len(params.ERROR_KINDS) * params.ERROR_RECORD.dtype.itemsize)
         self.entry = params.LAYER_ENTRY.zeros()
         self.caches, self._plans, self._scales = tuple(caches), tuple(plans), tuple(scales)
+        self.framework = self.caches[0].framework
         #: Launches by plan, and the writer's shortcut to them.
         self.prepared: dict[Any, Any] = {}
         self._write_table()
@@ -187,6 +189,7 @@ class CudaTarget:
         """Put other arrays in place of the caches."""
         with self._lock:
             self.caches, self._plans = tuple(caches), tuple(plans)
+            self.framework = self.caches[0].framework
             self._write_table()
 
     def update_scales(self, scales: Sequence[Scale]) -> None:

@@ -15,8 +15,10 @@ from .device import Arguments
 
 Call = Callable[[], Any]
 
-#: Replays before the first one that counts: the first uploads the graph, and clocks rise.
+#: Replays before the first one that counts, and how long they go on at least: the first uploads
+#: the graph, and the clocks of a device that was idle rise within milliseconds.
 _WARM_REPLAYS = 3
+_WARM_SECONDS = 0.01
 _WARM_CALLS = 20
 #: Microseconds that the device waits at least before a replay.
 _LEAST_WAIT = 100.0
@@ -108,24 +110,27 @@ class CudaTimer:
         self, graph: Callable[[], None], repeats: int, prelude: Callable[[float], None]
     ) -> list[float]:
         """Return the microseconds of each replay, without its prelude."""
-        times = []
         cuda = self._cupy.cuda
-        handing_over = 0.0
         with self.scope():
             start, end = cuda.Event(), cuda.Event()
-            for turn in range(_WARM_REPLAYS + repeats):
-                prelude(_LEAST_WAIT + 2 * handing_over)
+
+            def once(wait: float) -> tuple[float, float]:
+                """Return the microseconds of the device, and of the host for handing it over."""
+                prelude(wait)
                 start.record(self._stream)
                 begin = perf_counter()
                 graph()
-                passed = 1e6 * (perf_counter() - begin)
+                handed_over = 1e6 * (perf_counter() - begin)
                 end.record(self._stream)
                 end.synchronize()
-                if turn >= _WARM_REPLAYS:
-                    times.append(1e3 * float(cuda.get_elapsed_time(start, end)))
-                elif turn:  # the first one uploads the graph
-                    handing_over = max(handing_over, passed)
-        return times
+                return 1e3 * float(cuda.get_elapsed_time(start, end)), handed_over
+
+            once(_LEAST_WAIT)
+            begin, slowest, turns = perf_counter(), 0.0, 1
+            while turns < _WARM_REPLAYS or perf_counter() - begin < _WARM_SECONDS:
+                slowest = max(slowest, once(_LEAST_WAIT)[1])
+                turns += 1
+            return [once(_LEAST_WAIT + 2 * slowest)[0] for _ in range(repeats)]
 
     def host(self, call: Call, *, calls: int, batches: int) -> list[float]:
         """Return the microseconds that the host takes a call, a mean a batch."""

@@ -88,7 +88,7 @@ def _draw_bars(axis: Any, groups: dict[str, list[Row]]) -> None:
     axis.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axis.set_xlabel("tokens")
     axis.set_ylabel("percent of the ceiling")
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", loc="lower right")
 
 
 def _draw_lines(axis: Any, groups: dict[str, list[Row]]) -> None:
@@ -97,8 +97,11 @@ def _draw_lines(axis: Any, groups: dict[str, list[Row]]) -> None:
         (line,) = axis.plot(tokens, [row.figures.median for row in part], marker="o", label=name)
         ceiling = [row.ceiling.figures.median for row in part]
         axis.plot(tokens, ceiling, linestyle=":", color=line.get_color())
-    axis.set_xscale("log", base=2)
+    sizes = sorted({row.problem.tokens for part in groups.values() for row in part})
+    axis.set_xscale("log")
     axis.set_yscale("log")
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.minorticks_off()
     axis.set_xlabel("tokens")
     axis.set_ylabel("us (dotted: the copy)")
     axis.legend(fontsize="small")

@@ -140,10 +140,10 @@ def without_gpu(settings: Settings, report: Report, begin: Callable[[str], None]
     for task in _tasks(settings, timed=False):
         begin(task.label)
         report.counted.append((task.problem, task.operation.traffic(task.problem)))
-        check = verify.check_reference(task.operation, task.problem)
-        if check.problem not in checked:  # sizes above the largest one that is checked are one
-            checked.add(check.problem)
-            report.checks.append(check)
+        problem = verify.checked_problem(task.problem)
+        if problem not in checked:
+            checked.add(problem)
+            report.checks.append(verify.check_reference(task.operation, problem))
 
 
 class GpuSession:

@@ -69,9 +69,14 @@ class HostArrays:
         return np.asarray(array)
 
 
+def checked_problem(problem: Problem) -> Problem:
+    """Return the problem at whose size the reference is checked for another one."""
+    return replace(problem, tokens=min(problem.tokens, REFERENCE_TOKENS))
+
+
 def check_reference(operation: Operation, problem: Problem) -> Check:
     """Compare the NumPy backend with results that are worked out without it."""
-    problem = replace(problem, tokens=min(problem.tokens, REFERENCE_TOKENS))
+    problem = checked_problem(problem)
     instance = operation.make(problem, HostArrays())
     instance.run()
     differences, first = 0, None

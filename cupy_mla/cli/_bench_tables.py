@@ -27,6 +27,9 @@ def show(out: Console, report: Report) -> None:
         _counted(out, report)
     for operation in dict.fromkeys(row.problem.operation for row in report.rows):
         _rows(out, [row for row in report.rows if row.problem.operation == operation])
+    if report.rows:
+        out.print()
+        out.print(_legend(report.rows))
     _steps(out, report.steps)
     _host(out, report)
     _compiled(out, report)
@@ -56,11 +59,12 @@ _FIGURES = (Column("us", "right"), Column("min", "right"), Column("p90", "right"
 def _rows(out: Console, rows: Sequence[Row]) -> None:
     problem = rows[0].problem
     names = list(dict.fromkeys(name for row in rows for name in row.alternatives))
+    both = len({row.rotation.cold for row in rows}) > 1
     columns = [
         Column("Format"),
         Column("Tokens", "right"),
         Column("Slots"),
-        Column("Buffers"),
+        *([Column("Buffers")] if both else []),
         Column("Of the\nceiling", "right"),
         *(Column(_title(name), "right") for name in names),
         *_FIGURES,
@@ -74,7 +78,7 @@ def _rows(out: Console, rows: Sequence[Row]) -> None:
             row.problem.layout.name,
             str(row.problem.tokens),
             row.problem.pattern,
-            "cold" if row.rotation.cold else "warm",
+            *([_buffers(row)] if both else []),
             f"{row.percent_of_ceiling:.0f} %",
             *(times(row.ratio(name)) for name in names),
             *_figures(row.figures),
@@ -85,11 +89,22 @@ def _rows(out: Console, rows: Sequence[Row]) -> None:
         ]
         for row in rows
     ]
+    facts = [f"{problem.layers} layers"] if problem.layers > 1 else []
+    facts += [
+        f"blocks of {problem.block_size}",
+        *([] if both else [f"{_buffers(rows[0])} buffers"]),
+    ]
     out.print()
-    layers = f", {problem.layers} layers" if problem.layers > 1 else ""
-    out.print(f"{problem.operation}{layers}, blocks of {problem.block_size}", style="bold")
+    out.print(f"{problem.operation}, {', '.join(facts)}", style="bold")
     print_table(out, columns, lines)
-    out.print(
+
+
+def _buffers(row: Row) -> str:
+    return "cold" if row.rotation.cold else "warm"
+
+
+def _legend(rows: Sequence[Row]) -> str:
+    return (
         "Of the ceiling: a copy that reads and writes as many bytes takes so many percent of the "
         "time. Ratios: how many times as long the same work takes in other ways. Cold: buffers "
         "lie in device memory; warm: one buffer, in the L2 cache as far as it fits. Launch-bound: "

@@ -64,7 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _layout(text: str) -> str:
     layouts, _ = _names()
     try:
-        name = get_layout(text).name
+        # "auto" stands for the dtype of a cache, and there is none here.
+        name = "auto" if text == "auto" else get_layout(text).name
     except ValueError:
         name = text
     if name not in layouts:

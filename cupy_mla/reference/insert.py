@@ -53,6 +53,7 @@ class HostTarget:
         names = COUNTERS if collect_stats else COUNTERS_ALWAYS
         self._counts = {name: np.zeros(len(caches), np.int64) for name in names}
         self._errors: dict[str, ErrorRecord] = {}
+        self.framework = "numpy"  # whatever it was: nothing here depends on it
         self.rebind(caches, plans)
         self.update_scales(scales)
 

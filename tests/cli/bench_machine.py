@@ -63,9 +63,7 @@ class FakeTimer:
     def capture_torch(self, torch: ModuleType, calls: Sequence[Callable[[], Any]]) -> Any:
         return self.capture(calls)
 
-    def replay(
-        self, graph: Any, repeats: int, prelude: Callable[[float], None]
-    ) -> list[float]:
+    def replay(self, graph: Any, repeats: int, prelude: Callable[[float], None]) -> list[float]:
         prelude(1.0)
         self.replays.append((len(graph), 1.0))
         total = sum(price(call) for call in graph)

@@ -126,7 +126,8 @@ def test_a_capture_that_fails_is_ended(cuda, timer):
     assert "end capture" in cuda.log
 
 
-def test_a_replay_is_timed_without_its_prelude(cuda, timer):
+def test_a_replay_is_timed_without_its_prelude(cuda, timer, monkeypatch):
+    monkeypatch.setattr(timing, "_WARM_SECONDS", 0.0)
     graph = timer.capture([lambda: None])
     cuda.log.clear()
     waits = []
@@ -151,7 +152,19 @@ def test_a_graph_that_is_slow_to_hand_over_is_waited_for_longer(cuda, timer, mon
 
     waits = []
     timer.replay(graph, 2, waits.append)
-    assert waits[-1] == pytest.approx(100.0 + 2 * 700.0)
+    assert waits[-2:] == pytest.approx([100.0 + 2 * 700.0] * 2)
+
+
+def test_a_device_is_kept_busy_until_its_clocks_have_risen(cuda, timer, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
+
+    def prelude(microseconds):
+        now[0] += 1e-3
+
+    waits = []
+    timer.replay(lambda: waits.append(now[0]), 5, prelude)
+    assert len(waits) == 1 + 10 + 5
 
 
 def test_host_time_is_a_mean_of_calls_between_two_waits(cuda, timer, monkeypatch):

@@ -116,7 +116,7 @@ def test_ways_of_torch_run_on_the_buffers_of_an_operation(name, fmt):
     checks = verify.check_device(operation, chosen, machine)
     exact = [key for key, value in instance.alternatives.items() if value.exact]
     assert [check.subject for check in checks] == ["cupy_mla", *exact]
-    assert ("torch" in exact) == (name == "insert" and fmt != "fp8_ds_mla" or name == "gather")
+    assert ("torch" in exact) == ((name == "insert" and fmt != "fp8_ds_mla") or name == "gather")
     assert [check.first for check in checks] == [None] * len(checks)
 
 
@@ -202,9 +202,10 @@ def test_flashinfer_and_sglang_are_called_as_they_want_to_be(monkeypatch):
     instance = OPERATIONS["insert"].make(chosen, machine.arrays, machine)
     instance.alternatives["FlashInfer"].call()
     cache = torch.Size((chosen.pool_blocks, 4))
-    assert calls == [
-        [(9, 512), (9, 64), (9,), (9,), (*cache, 512), (*cache, 64), (9,), (10,), (9,)]
-    ] * 2
+    assert (
+        calls
+        == [[(9, 512), (9, 64), (9,), (9,), (*cache, 512), (*cache, 64), (9,), (10,), (9,)]] * 2
+    )
     checks = verify.check_device(OPERATIONS["insert"], chosen, machine)
     assert "SGLang" in [check.subject for check in checks]
     assert [check.differences for check in checks] == [0] * len(checks)

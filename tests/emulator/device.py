@@ -147,6 +147,12 @@ class EmulatorDevice:
         if failed:
             raise EmulatorError(f"{entry}: {error.value.decode()}")
 
+    def launcher(
+        self, function: Any, grid: int, block: tuple[int, int]
+    ) -> Callable[[Arguments, int], None]:
+        """Return `launch` for one function and shape."""
+        return functools.partial(self.launch, function, grid, block)
+
     def allocate(self, nbytes: int) -> Memory:
         """Allocate memory that is aligned as a GPU's, and full of a pattern."""
         room = np.full(nbytes + 256, 0xCD, np.uint8)

@@ -46,6 +46,15 @@ extern "C" __global__ void exact_math_probe(const __grid_constant__ probe::Param
   put(cvt_sat_e5m2x4(a, b, c, 1.0f));
   put(cvt_sat_e4m3_soft(a));
   put(cvt_sat_e5m2_soft(a));
+  float four[4];
+  e4m3x4_to_f32(bits_of(a), four);
+  for (float value : four) put(bits_of(value));
+  e5m2x4_to_f32(bits_of(a), four);
+  for (float value : four) put(bits_of(value));
+  put(bits_of(e4m3_to_f32_soft(bits_of(a) & 0xFFu)));
+  put(cvt_rn_bf16x2(a, b));
+  put(cvt_rn_f16x2(a, b));
+  put(canonical_f32(a));
   put(bits_of(ceil_power_of_two(a)));
   put(bits_of(Divider<false>(b).divide(Divider<false>(b).bring_near(a))));
 }

@@ -20,10 +20,12 @@ ENTRY = "exact_math_probe"
 OPERATIONS = (
     "add", "sub", "mul", "fma", "div", "rcp", "sqrt", "max", "abs", "neg", "fma_if_below",
     "bf16_to_f32", "f16_to_f32", "cvt_bf16", "cvt_f16", "cvt_e4m3x4", "cvt_e5m2x4",
-    "cvt_e4m3_soft", "cvt_e5m2_soft", "ceil_power_of_two", "divider",
+    "cvt_e4m3_soft", "cvt_e5m2_soft", "e4m3_0", "e4m3_1", "e4m3_2", "e4m3_3", "e5m2_0", "e5m2_1",
+    "e5m2_2", "e5m2_3", "e4m3_soft", "cvt_bf16x2", "cvt_f16x2", "canonical", "ceil_power_of_two",
+    "divider",
 )  # fmt: skip
 #: Results that are codes or 16-bit numbers; the others are float32 and may be NaN of any payload.
-INTEGERS = {name for name in OPERATIONS if name.startswith("cvt")}
+INTEGERS = {name for name in OPERATIONS if name.startswith(("cvt", "canonical"))}
 
 
 def source() -> str:
@@ -90,9 +92,13 @@ def expected(a: Array, b: Array, c: Array) -> dict[str, Array]:
             total |= oracle.encode_fp8(part, 1.0, fmt).astype(np.uint32) << 8 * place
         return total
 
-    def narrow(dtype: Any) -> Array:
-        bits = a.astype(dtype).view(np.uint16)
-        return np.where(np.isnan(a), np.uint16(0x7FFF), bits).astype(np.uint32)
+    def narrow(dtype: Any, x: Array = a) -> Array:
+        bits = x.astype(dtype).view(np.uint16)
+        return np.where(np.isnan(x), np.uint16(0x7FFF), bits).astype(np.uint32)
+
+    def widened(fmt: str, place: int) -> Array:
+        word = (a.view(np.uint32) >> np.uint32(8 * place)).astype(np.uint8)
+        return word.view(oracle.CODE_DTYPES[fmt]).astype(np.float32)
 
     with np.errstate(all="ignore"):
         larger = np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))  # +0 is larger than -0
@@ -113,12 +119,18 @@ def expected(a: Array, b: Array, c: Array) -> dict[str, Array]:
             "f16_to_f32": low.view(np.float16).astype(np.float32),
             "ceil_power_of_two": _ceil_power_of_two(a),
             "divider": a / b,
+            **{f"e4m3_{i}": widened("fp8_e4m3", i) for i in range(4)},
+            **{f"e5m2_{i}": widened("fp8_e5m2", i) for i in range(4)},
+            "e4m3_soft": widened("fp8_e4m3", 0),
         }
         return {name: values.view(np.uint32) for name, values in floats.items()} | {
             "cvt_bf16": narrow(oracle.BFLOAT16),
             "cvt_f16": narrow(np.float16),
             "cvt_e4m3x4": codes("fp8_e4m3", a, b, c, one),
             "cvt_e5m2x4": codes("fp8_e5m2", a, b, c, one),
+            "cvt_bf16x2": narrow(oracle.BFLOAT16) | narrow(oracle.BFLOAT16, b) << 16,
+            "cvt_f16x2": narrow(np.float16) | narrow(np.float16, b) << 16,
+            "canonical": np.where(np.isnan(a), np.uint32(0x7FFFFFFF), a.view(np.uint32)),
             "cvt_e4m3_soft": codes("fp8_e4m3", a),
             "cvt_e5m2_soft": codes("fp8_e5m2", a),
         }

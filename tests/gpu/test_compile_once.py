@@ -10,28 +10,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import cupy
+import torch
 from cupy.cuda import compiler
 
-calls = []
-compile_using_nvrtc = compiler._compile_using_nvrtc_no_warning
-def counting(source, *args, **kwargs):
-    if "cupy_mla" in source:
-        calls.append(1)
-    return compile_using_nvrtc(source, *args, **kwargs)
-compiler._compile_using_nvrtc_no_warning = counting
+compiled = []
+compile = compiler._NVRTCProgram.compile
+def counting(program, *arguments, **options):
+    if "cupy_mla" in program.src:
+        compiled.append(program.name)
+    return compile(program, *arguments, **options)
+compiler._NVRTCProgram.compile = counting
 
 from cupy_mla import GroupedCacheWriter
-cache = cupy.zeros((4, 16, 37), cupy.float16)
-rows = cupy.ones((1, 4, 37), cupy.float16)
+cache = torch.zeros(4, 16, 37, dtype=torch.float16, device="cuda")
+rows = torch.ones(1, 4, 37, dtype=torch.float16, device="cuda")
 for _ in range(3):
     writer = GroupedCacheWriter([cache], kv_lora_rank=32, rope_dim=5)
     writer.warmup()
-    writer.insert(rows[..., :32], rows[..., 32:], cupy.arange(4))
+    writer.insert(rows[..., :32], rows[..., 32:], torch.arange(4, device="cuda"))
 assert int(cache.sum()) == 4 * 37
-print("compiled", len(calls))
+print("compiled", len(compiled))
 """
-
 
 NO_FOLDER = """
 from cupy_mla import backends

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cupy_mla import GroupedCacheWriter, dtypes
-from cupy_mla.bench import oracle, pipelines
+from cupy_mla.bench import oracle, torch_ways
 from cupy_mla.bench.machine import Machine
+from cupy_mla.bench.model import EPS
 from cupy_mla.bench.problem import (
     KV_LORA_RANK,
     ROPE_DIM,
@@ -27,8 +26,6 @@ from cupy_mla.bench.problem import (
 from cupy_mla.bench.traffic import Part, Traffic
 
 from . import insert
-
-EPS = 1e-6
 
 
 def traffic(problem: Problem) -> Traffic:
@@ -71,7 +68,13 @@ def make(problem: Problem, arrays: Arrays, machine: Machine | None = None) -> In
     instance = Instance(
         run=run,
         outputs={f"cache {layer}": cache for layer, cache in enumerate(caches)},
-        arrays={"kv": kv, "slots": slots, "caches": caches, "weight": weight, "table": table},
+        arrays={
+            "kv": kv,
+            "positions": positions,
+            "slots": slots,
+            "weight": weight,
+            "table": table,
+        },
     )
     instance.host["GroupedCacheWriter.insert_context"] = run
     if machine is not None:
@@ -79,31 +82,10 @@ def make(problem: Problem, arrays: Arrays, machine: Machine | None = None) -> In
         alone = Alternative(writer.bind(kv_c, k_pe, slots), exact=False)
         instance.alternatives["insert alone"] = alone
         if machine.torch is not None:
-            instance.alternatives["torch, six steps"] = _six_steps(problem, instance, machine.torch)
+            instance.alternatives["torch, six steps"] = torch_ways.context(
+                problem, instance, machine.torch
+            )
     return instance
-
-
-def _six_steps(problem: Problem, instance: Instance, torch: Any) -> Alternative:
-    """Do it as separate operations: permute, norm, permute, positions, RoPE, insert.
-
-    The insert is this library's, so that the difference is what fusing is worth.
-    """
-    found = {name: instance.arrays[name] for name in ("kv", "slots", "weight", "table")}
-    kv, slots, weight, table = (pipelines.tensor(torch, array) for array in found.values())
-    caches = [pipelines.tensor(torch, cache) for cache in instance.arrays["caches"]]
-    writer = GroupedCacheWriter(caches, problem.layout, scales_of(problem))
-    positions = torch.arange(problem.tokens, device=kv.device)
-    layers = problem.layers
-
-    def run() -> None:
-        latent = kv[..., :KV_LORA_RANK].transpose(0, 1).contiguous()
-        normed = pipelines.rms_norm(latent, weight[:, None], EPS)
-        rope = kv[..., KV_LORA_RANK:].transpose(0, 1).contiguous()
-        where = positions.repeat(layers)
-        rotated = pipelines.rotate(torch, rope.reshape(-1, ROPE_DIM), table[where])
-        writer.insert(normed, rotated.reshape(rope.shape), slots)
-
-    return Alternative(run, exact=False, torch=True)
 
 
 def expect(problem: Problem, instance: Instance) -> list[tuple[str, Expected]]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cupy_mla import dtypes, gather_cache
-from cupy_mla.bench import oracle, pipelines
+from cupy_mla.bench import oracle, torch_ways
 from cupy_mla.bench.machine import Machine
 from cupy_mla.bench.problem import (
     KV_LORA_RANK,
     ROPE_DIM,
-    Alternative,
     Array,
     Arrays,
     Expected,
@@ -109,22 +106,10 @@ def make(problem: Problem, arrays: Arrays, machine: Machine | None = None) -> In
     instance = Instance(run=run, outputs={"out": out}, arrays=found)
     instance.host["gather_cache"] = run
     if machine is not None and machine.torch is not None:
-        instance.alternatives["torch"] = _torch(problem, instance, arrays, machine.torch)
+        slots = _named_slots(problem)
+        way = torch_ways.gather(problem, instance, machine.torch, arrays, slots)
+        instance.alternatives["torch"] = way
     return instance
-
-
-def _torch(problem: Problem, instance: Instance, arrays: Arrays, torch: Any) -> Alternative:
-    layout = problem.layout
-    cache = pipelines.tensor(torch, instance.arrays["cache"]).view(torch.uint8)
-    rows = cache.reshape(-1, layout.row_bytes)
-    out = pipelines.tensor(torch, instance.outputs["out"])
-    slots = pipelines.tensor(torch, arrays.to_device(_named_slots(problem)))
-    scale = torch.tensor((scales_of(problem) or [1.0])[0], device=rows.device)
-
-    def run() -> None:
-        out.copy_(pipelines.decode_rows(torch, rows[slots], layout, scale))
-
-    return Alternative(run, torch=True)
 
 
 def expect(problem: Problem, instance: Instance) -> list[tuple[str, Expected]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cupy_mla import FusedNormRope, dtypes, fused_norm_rope, get_layout
-from cupy_mla.bench import oracle, pipelines
+from cupy_mla.bench import oracle, torch_ways
 from cupy_mla.bench.machine import Machine
+from cupy_mla.bench.model import EPS, INDEX_DIM, Q_LORA_RANK, TOP_K
 from cupy_mla.bench.problem import (
     KV_LORA_RANK,
     ROPE_DIM,
-    Alternative,
     Array,
     Arrays,
     Expected,
@@ -29,12 +30,8 @@ from cupy_mla.bench.problem import (
 from cupy_mla.bench.traffic import Part, Traffic, cache_rows
 from cupy_mla.layouts import INDEXER_LAYOUT
 
-from .context import EPS, rope_table, weights
+from .context import rope_table, weights
 
-#: DeepSeek-V3.2's sizes.
-Q_LORA_RANK = 1536
-INDEX_DIM = 128
-TOP_K = 2048
 _INDEXER = get_layout(INDEXER_LAYOUT)
 _WIDTHS = (Q_LORA_RANK, KV_LORA_RANK, ROPE_DIM)
 
@@ -111,40 +108,12 @@ def make(problem: Problem, arrays: Arrays, machine: Machine | None = None) -> In
     instance = Instance(run=run, outputs=outputs, arrays=found)
     instance.host |= {"FusedNormRope call": run, "fused_norm_rope": function}
     if machine is not None and machine.torch is not None:
-        instance.alternatives["torch"] = _torch(problem, instance, machine.torch)
+        instance.alternatives["torch"] = torch_ways.norm_rope(problem, instance, machine.torch)
     return instance
 
 
 def _indexer(problem: Problem) -> Problem:
-    sizes = (1, problem.tokens, problem.block_size, problem.pattern)
-    return Problem(problem.operation, _INDEXER, *sizes)
-
-
-def _torch(problem: Problem, instance: Instance, torch: Any) -> Alternative:
-    found = {name: pipelines.tensor(torch, array) for name, array in instance.arrays.items()}
-    out = {name: pipelines.tensor(torch, array) for name, array in instance.outputs.items()}
-    q_c, kv_c, k_pe = _parts(found["projection"])
-    mla = out["mla cache"].view(torch.uint8)
-    factors = torch.tensor(scales_of(problem) or [1.0], device=mla.device)
-    codes = torch.empty(problem.tokens, INDEX_DIM, dtype=torch.uint8, device=mla.device)
-    factor = torch.empty(problem.tokens, dtype=torch.float32, device=mla.device)
-
-    def run() -> None:
-        out["q_c_out"].copy_(pipelines.rms_norm(q_c, found["q_weight"], EPS))
-        rows = found["table"][found["positions"]]
-        latent = pipelines.rms_norm(kv_c, found["kv_weight"], EPS)
-        stored = torch.cat([latent, pipelines.rotate(torch, k_pe, rows)], dim=1)
-        stored = pipelines.encode_rows(torch, stored, problem.layout, factors[0])
-        pipelines.store_rows(mla, found["slots"], stored)
-        norm = (found["index_weight"], found["index_bias"], EPS)
-        key = pipelines.layer_norm(torch, found["index_k"], *norm)
-        rotated = pipelines.rotate(torch, key[:, :ROPE_DIM], rows, is_neox=True)
-        quantised = pipelines.index_key(torch, torch.cat([rotated, key[:, ROPE_DIM:]], dim=1))
-        codes.copy_(quantised[0])  # a cache of two planes would take two more scatters
-        factor.copy_(quantised[1])
-        out["topk"].fill_(-1)
-
-    return Alternative(run, exact=False, torch=True)
+    return replace(problem, layout=_INDEXER)
 
 
 def expect(problem: Problem, instance: Instance) -> list[tuple[str, Expected]]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cupy_mla import dtypes, fused_q
-from cupy_mla.bench import oracle, pipelines
+from cupy_mla.bench import oracle, torch_ways
 from cupy_mla.bench.machine import Machine
+from cupy_mla.bench.model import HEAD_SCALE, HEADS, INDEX_DIM, INDEX_HEADS, Q_SCALE, SOFTMAX_SCALE
 from cupy_mla.bench.problem import (
     KV_LORA_RANK,
     ROPE_DIM,
-    Alternative,
     Array,
     Arrays,
     Expected,
@@ -26,11 +24,6 @@ from cupy_mla.bench.traffic import Part, Traffic
 
 from .context import rope_table
 
-#: DeepSeek-V3.2's heads: those of attention over eight GPUs, those of the indexer on each.
-HEADS = 16
-INDEX_HEADS = 64
-INDEX_DIM = 128
-_SCALE, _SOFTMAX_SCALE, _HEAD_SCALE = 0.25, INDEX_DIM**-0.5, INDEX_HEADS**-0.5
 _E4M3_LARGEST = 448.0
 
 
@@ -79,7 +72,7 @@ def make(problem: Problem, arrays: Arrays, machine: Machine | None = None) -> In
     table = found["table"]
     arguments = (
         found["positions"], found["q_pe"], table, found["index_q"], table, found["ql_nope"],
-        _SCALE, found["index_weights"], _SOFTMAX_SCALE, _HEAD_SCALE,
+        Q_SCALE, found["index_weights"], SOFTMAX_SCALE, HEAD_SCALE,
     )  # fmt: skip
 
     def run() -> None:
@@ -94,31 +87,8 @@ def make(problem: Problem, arrays: Arrays, machine: Machine | None = None) -> In
     instance = Instance(run=run, outputs=outputs, arrays=found)
     instance.host["fused_q"] = run
     if machine is not None and machine.torch is not None:
-        instance.alternatives["torch"] = _torch(problem, instance, machine.torch)
+        instance.alternatives["torch"] = torch_ways.query(problem, instance, machine.torch)
     return instance
-
-
-def _torch(problem: Problem, instance: Instance, torch: Any) -> Alternative:
-    found = {name: pipelines.tensor(torch, array) for name, array in instance.arrays.items()}
-    out = {name: pipelines.tensor(torch, array) for name, array in instance.outputs.items()}
-    fp8 = problem.layout.is_fp8
-
-    def run() -> None:
-        rows = found["table"][found["positions"]][:, None]
-        rotated = pipelines.rotate(torch, found["q_pe"], rows)
-        if fp8:
-            query = torch.cat([found["ql_nope"], rotated], dim=-1).float() / _SCALE
-            out["mqa_q"].copy_(pipelines.to_fp8(torch, query, "float8_e4m3fn"))
-        else:
-            out["mqa_q"].copy_(rotated)
-        leading, rest = found["index_q"][..., :ROPE_DIM], found["index_q"][..., ROPE_DIM:]
-        leading = pipelines.rotate(torch, leading, rows, is_neox=True)
-        codes, scales = pipelines.index_key(torch, torch.cat([leading, rest], dim=-1))
-        out["index_q_fp8"].copy_(codes)
-        weights = found["index_weights"].float() * scales * _SOFTMAX_SCALE * _HEAD_SCALE
-        out["index_weights_out"].copy_(weights)
-
-    return Alternative(run, exact=False, torch=True)
 
 
 def expect(problem: Problem, instance: Instance) -> list[tuple[str, Expected]]:
@@ -128,7 +98,7 @@ def expect(problem: Problem, instance: Instance) -> list[tuple[str, Expected]]:
     query = oracle.rotate(found["q_pe"], table)
     if problem.layout.is_fp8:
         query = np.concatenate([found["ql_nope"].astype(np.float64), query], axis=-1)
-        query = np.clip(query / _SCALE, -_E4M3_LARGEST, _E4M3_LARGEST)
+        query = np.clip(query / Q_SCALE, -_E4M3_LARGEST, _E4M3_LARGEST)
 
         def codes(output: Array) -> Array:
             return output.view(e4m3).astype(np.float64)
@@ -140,7 +110,7 @@ def expect(problem: Problem, instance: Instance) -> list[tuple[str, Expected]]:
     index[..., :ROPE_DIM] = oracle.rotate(index[..., :ROPE_DIM], table, is_neox=True)
     exact = np.maximum(np.abs(index).max(axis=-1), 1e-4) / _E4M3_LARGEST
     scale = np.exp2(np.ceil(np.log2(exact)))
-    weights = found["index_weights"].astype(np.float64) * scale * _SOFTMAX_SCALE * _HEAD_SCALE
+    weights = found["index_weights"].astype(np.float64) * scale * SOFTMAX_SCALE * HEAD_SCALE
 
     def keys(output: Array) -> Array:
         return np.asarray(output.view(e4m3).astype(np.float64) * scale[..., None])
