@@ -4,13 +4,10 @@
 // tokens of one layer, and the blocks of a layer follow one another in the grid. Lane k of a warp
 // looks up slot and position of the warp's k-th row for all lanes. While a row is worked on, the
 // next one is on its way.
-//
-// Latent parts of 512 elements at addresses of vector alignment, rows and caches, stay in
-// registers; all others go by element, with the same sums.
 
 #include "claim.cuh"
 #include "context_params.cuh"
-#include "keys.cuh"
+#include "key_rows.cuh"
 #include "lanes.cuh"
 #include "memory.cuh"
 #include "norm.cuh"
@@ -20,70 +17,16 @@
 
 namespace cupy_mla {
 
-// What a warp needs for each of its rows.
+// Counts what is stored.
 template <class Format>
-struct ContextRows {
-  using Input = typename Format::Input;
-
-  const ContextParams& p;
-  const SharedWeights& weights;
-  const u8* angles;  // of the lane's own token
-  i32 layer;
-  i32 lane;
-  bool from_vectors;  // of kWideRow elements each
-  bool to_vectors;
-  Format format;
-
-  // Loads a row of which lane k knows the angles.
-  __device__ __forceinline__ void load(const u8* latent, i32 k,
-                                       KeyFragment<Input>& fragment) const {
-    if (from_vectors) {
-      load_run(latent, lane, fragment);
-    } else if constexpr (Format::kTiled) {
-      load_run_by_element(latent, lane, fragment);
-    }
-    const u8* row_angles = shuffle_pointer(angles, k);
-    if (lane < p.norm.rope.half) {
-      fragment.pair = load_pair<Input>(p.norm.rope, row_angles, rope_of(latent), lane);
-    }
-  }
-
-  __device__ __forceinline__ const u8* rope_of(const u8* latent) const {
-    return latent + p.norm.lora_rank * i64{sizeof(typename Input::Bits)};
-  }
-
-  // Works on a row of which lane k knows the angles, and which goes to `to`.
-  __device__ __forceinline__ void store(const u8* latent, i32 k, const KeyFragment<Input>& fragment,
-                                        u8* to, Tally& tally) const {
-    // Tiles are always of whole runs, which flat rows are at this width and alignment alone.
-    const bool by_runs = Format::kTiled || (from_vectors && to_vectors && format.takes_runs());
-    if (by_runs) {
-      float values[kRun];
-      widen_vectors<Input>(fragment.latent, values);
-      norm_run<Input>(p.norm, weights, lane, values);
-      format.store_run(values, to, lane, to_vectors);
-      count(values, tally);
-    }
-    if constexpr (!Format::kTiled) {
-      if (!by_runs) {
-        const u8* weight = p.weight + layer * p.norm.weight_stride;
-        norm_by_element<Input>(p.norm, latent, weight, lane, [&](i32 i, float value) {
-          format.store_element(value, i, to);
-          count({value}, tally);
-        });
-      }
-    }
-    u8* rope = Format::rope_of(to, p.norm.lora_rank);
-    rotate_key<Input>(p.norm, {latent, rope_of(latent), shuffle_pointer(angles, k)}, fragment.pair,
-                      lane, [&](const PairPlaces& places, float a, float b) {
-                        format.store_pair(a, b, places.first, places.second, rope);
-                        count({a, b}, tally);
-                      });
-  }
+struct ContextObserver {
+  const Format& format;
+  Tally& tally;
+  bool collect_stats;
 
   template <int kCount>
-  __device__ __forceinline__ void count(const float (&values)[kCount], Tally& tally) const {
-    if (!p.collect_stats) return;
+  __device__ __forceinline__ void run(const float (&values)[kCount]) const {
+    if (!collect_stats) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       // Not by the mask of is_nonfinite(): the compiler would make a flushing comparison of that.
@@ -91,6 +34,10 @@ struct ContextRows {
       tally.saturated += format.is_saturated(values[i]);
     }
   }
+
+  __device__ __forceinline__ void element(i32, float value) const { run({value}); }
+
+  __device__ __forceinline__ void pair(const PairPlaces&, float a, float b) const { run({a, b}); }
 };
 
 template <class Format>
@@ -136,13 +83,14 @@ __device__ __forceinline__ void context(const ContextParams& p) {
   if (p.norm.rope.half != 0) {
     angles = find_angles(p.norm.rope, p.table, slot_of(loaded_position, p.position_bytes));
   }
-  ContextRows<Format> rows = {
-      p,     weights, angles,
-      layer, lane,    is_wide && is_vector_aligned(address_of(latent) | p.kv_token_stride),
-      false, Format()};
+  KeyRows<Format> rows = {
+      p.norm, weights, p.weight + layer * p.norm.weight_stride,
+      angles, lane,    is_wide && is_vector_aligned(address_of(latent) | p.kv_token_stride),
+      false,  Format()};
 
   KeyFragment<Input> fragment;
-  if (first_token < end_token) rows.load(latent, 0, fragment);
+  const i64 rope_offset = p.norm.lora_rank * i64{sizeof(typename Input::Bits)};
+  if (first_token < end_token) rows.load(latent, latent + rope_offset, 0, fragment);
 
   Tally tally = {0, 0, 0, 0};
   u8* destination = nullptr;
@@ -165,10 +113,13 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     // The next row is on its way while this one is worked on.
     KeyFragment<Input> next;
     const u8* next_latent = latent + warps * p.kv_token_stride;
-    if (token + warps < end_token) rows.load(next_latent, k + 1, next);
+    if (token + warps < end_token) {
+      rows.load(next_latent, next_latent + rope_offset, k + 1, next);
+    }
     u8* to = shuffle_pointer(destination, k);
     const u32 before = tally.nonfinite;
-    if (to != nullptr) rows.store(latent, k, fragment, to, tally);
+    const ContextObserver<Format> observer = {rows.format, tally, p.collect_stats != 0};
+    if (to != nullptr) rows.store(latent, latent + rope_offset, k, fragment, to, observer);
     if (p.collect_stats) {
       const i64 slot = slot_of(__shfl_sync(kWholeWarp, loaded_slot, k), p.slot_bytes);
       if (tally.nonfinite != before) {

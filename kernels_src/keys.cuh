@@ -20,13 +20,6 @@ struct KeyNorm {
   RopeTable rope;
 };
 
-// The two parts of a key, and the angles of its position: null where the table has no such.
-struct KeyRow {
-  const u8* latent;
-  const u8* rope;
-  const u8* angles;
-};
-
 // What a lane loads of a key before anything is computed: its run of a latent part of kWideRow
 // elements, and its first pair.
 template <class Input>
@@ -86,13 +79,12 @@ __device__ __forceinline__ void norm_by_element(const KeyNorm& norm, const u8* l
 
 // Calls visit(places, a, b) for the rotated pairs that a lane has.
 template <class Input, class Visit>
-__device__ __forceinline__ void rotate_key(const KeyNorm& norm, const KeyRow& row,
+__device__ __forceinline__ void rotate_key(const KeyNorm& norm, const u8* angles, const u8* rope,
                                            const PairBits& first, i32 lane, Visit visit) {
-  for_each_pair<Input>(norm.rope, row.angles, row.rope, first, lane,
-                       [&](const PairPlaces& places, float a, float b) {
-                         visit(places, round_if_staged<Input>(norm, a),
-                               round_if_staged<Input>(norm, b));
-                       });
+  for_each_pair<Input>(
+      norm.rope, angles, rope, first, lane, [&](const PairPlaces& places, float a, float b) {
+        visit(places, round_if_staged<Input>(norm, a), round_if_staged<Input>(norm, b));
+      });
 }
 
 }  // namespace cupy_mla

@@ -122,7 +122,9 @@ class Specialisation:
 
 
 def _copies(name: str, unit: int) -> RowFormat:
-    return RowFormat(name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 2),), unit)
+    return RowFormat(
+        name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 2, most_turns=2),), unit
+    )
 
 
 def _flat_fp8(name: str, code: str) -> RowFormat:

@@ -38,12 +38,15 @@ class RecordedLaunch:
     block : (int, int)
     arguments : bytes
         The only argument, a structure.
+    keep : object
+        What the launch refers to.
     """
 
     function: Any
     grid: int
     block: tuple[int, int]
     arguments: bytes
+    keep: Any
 
 
 class CudaTimer:
@@ -167,23 +170,32 @@ class CudaTimer:
         return lambda: kernel((1,), (32,), arguments)
 
     def recorded_launch(self, call: Call) -> RecordedLaunch:
-        """Return the one launch that a call makes; it is made, too."""
+        """Return the one launch that a call prepares and makes; it is made, too.
+
+        Parameters
+        ----------
+        call : callable
+            Returns what has to live as long as the launch may be repeated.
+        """
         device: Any = self._device
-        launch = device.launch
-        found: list[RecordedLaunch] = []
+        launcher = device.launcher
+        found: list[tuple[Any, int, tuple[int, int], bytes]] = []
 
-        def record(
-            function: Any, grid: int, block: tuple[int, int], arguments: Arguments, stream: int
-        ) -> None:
-            found.append(RecordedLaunch(function, grid, block, bytes(arguments.buffer)))
-            launch(function, grid, block, arguments, stream)
+        def recording(function: Any, grid: int, block: tuple[int, int]) -> Callable[..., None]:
+            launch = launcher(function, grid, block)
 
-        device.launch = record  # in front of the method, for the time of the call
+            def record(arguments: Arguments, stream: int) -> None:
+                found.append((function, grid, block, bytes(arguments.buffer)))
+                launch(arguments, stream)
+
+            return record
+
+        device.launcher = recording  # in front of the method, for the time of the call
         try:
             with self.scope():
-                call()
+                keep = call()
         finally:
-            del device.launch
+            del device.launcher
         if len(found) != 1:
             raise RuntimeError(f"the call made {len(found)} launches, not one")
-        return found[0]
+        return RecordedLaunch(*found[0], keep)

@@ -43,7 +43,7 @@ class Timer(Protocol):
         """Return a launch of an empty ``cupy.RawKernel`` with 15 arguments."""
 
     def recorded_launch(self, call: Call) -> RecordedLaunch:
-        """Return the one launch that a call makes."""
+        """Return the one launch that a call prepares and makes, with what the call returns."""
 
     def scope(self) -> Any:
         """Return a context in which everything is launched on the timer's own stream."""

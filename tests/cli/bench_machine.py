@@ -80,8 +80,7 @@ class FakeTimer:
         return lambda: None
 
     def recorded_launch(self, call: Callable[[], Any]) -> RecordedLaunch:
-        call()
-        return RecordedLaunch(1, 1, (32, 1), bytes(600))
+        return RecordedLaunch(1, 1, (32, 1), bytes(600), call())
 
     @contextmanager
     def scope(self) -> Iterator[None]:

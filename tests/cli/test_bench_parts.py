@@ -265,6 +265,20 @@ def test_every_output_is_looked_at(name, fmt):
             assert check.first == output
 
 
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_all_ways_to_call_an_operation_do_the_same(name):
+    operation = OPERATIONS[name]
+    chosen = problem(name, "fp8_e4m3", 1, 20)
+    instance = operation.make(chosen, verify.HostArrays())
+    instance.run()
+    expected = {key: array.tobytes() for key, array in instance.outputs.items()}
+    assert instance.host
+    for way, call in instance.host.items():
+        spoil(instance.outputs)
+        call()
+        assert {key: array.tobytes() for key, array in instance.outputs.items()} == expected, way
+
+
 def test_the_reference_is_checked_up_to_a_size():
     check = verify.check_reference(OPERATIONS["insert"], problem(fmt="bfloat16", tokens=10**6))
     assert check.problem.tokens == 1024

@@ -81,7 +81,10 @@ class FakeDevice:
         self._cuda.log.append("leave device")
 
     def launch(self, function, grid, block, arguments, stream):
-        self.launched.append((function, grid, block, stream))
+        self.launcher(function, grid, block)(arguments, stream)
+
+    def launcher(self, function, grid, block):
+        return lambda arguments, stream: self.launched.append((function, grid, block, stream))
 
 
 @pytest.fixture
@@ -186,10 +189,19 @@ def test_host_time_is_a_mean_of_calls_between_two_waits(cuda, timer, monkeypatch
     assert cuda.log.count("synchronize device") == 1 + 4
 
 
-def test_a_launch_is_recorded_and_made(device, timer):
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_launch_is_recorded_and_made(device, timer, prepared):
     arguments = Arguments(bytes(range(16)))
-    found = timer.recorded_launch(lambda: device.launch("f", 3, (36, 8), arguments, 5))
-    assert (found.function, found.grid, found.block) == ("f", 3, (36, 8))
+
+    def call():
+        if prepared:
+            device.launcher("f", 3, (36, 8))(arguments, 5)
+        else:
+            device.launch("f", 3, (36, 8), arguments, 5)
+        return "kept"
+
+    found = timer.recorded_launch(call)
+    assert (found.function, found.grid, found.block, found.keep) == ("f", 3, (36, 8), "kept")
     assert found.arguments == bytes(range(16))
     assert device.launched == [("f", 3, (36, 8), 5)]
     device.launch("g", 1, (1, 1), arguments, 0)  # and no longer recorded
@@ -204,7 +216,7 @@ def test_more_or_less_than_one_launch_cannot_be_recorded(device, timer, count):
 
     with pytest.raises(RuntimeError, match=f"made {count} launches"):
         timer.recorded_launch(call)
-    assert "launch" not in vars(device)
+    assert "launcher" not in vars(device)
 
 
 def test_the_raw_kernel_has_fifteen_arguments(cuda, monkeypatch, device):

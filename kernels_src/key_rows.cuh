@@ -1,0 +1,81 @@
+// Keys that a warp norms, rotates and stores one after the other.
+
+#pragma once
+
+#include "keys.cuh"
+#include "lanes.cuh"
+#include "norm.cuh"
+#include "rope.cuh"
+#include "types.cuh"
+
+namespace cupy_mla {
+
+// What a warp needs for each of its keys. `Format` says how a cache stores values (copy_values.cuh,
+// flat_fp8_values.cuh, ds_mla_values.cuh).
+//
+// Latent parts of kWideRow elements at addresses of vector alignment, inputs and caches, stay in
+// registers; all others go by element, with the same sums.
+template <class Format>
+struct KeyRows {
+  using Input = typename Format::Input;
+
+  const KeyNorm& norm;
+  const SharedWeights& weights;  // of latent parts of kWideRow elements
+  const u8* weight;              // of others
+  const u8* angles;              // of the lane's own token
+  i32 lane;
+  bool from_vectors;  // of kWideRow elements each
+  bool to_vectors;
+  Format format;
+
+  // Loads a key of which lane k knows the angles.
+  __device__ __forceinline__ void load(const u8* latent, const u8* rope, i32 k,
+                                       KeyFragment<Input>& fragment) const {
+    if (from_vectors) {
+      load_run(latent, lane, fragment);
+    } else if constexpr (Format::kTiled) {
+      load_run_by_element(latent, lane, fragment);
+    }
+    const u8* row_angles = shuffle_pointer(angles, k);
+    if (lane < norm.rope.half) {
+      fragment.pair = load_pair<Input>(norm.rope, row_angles, rope, lane);
+    }
+  }
+
+  // Works on it; it goes to `to`, unless that is null. The observer is shown what is stored before
+  // it is rounded: observer.run(values) a lane's run, observer.element(i, value) what else a lane
+  // has of the latent part, observer.pair(places, a, b) a pair.
+  template <class Observer>
+  __device__ __forceinline__ void store(const u8* latent, const u8* rope, i32 k,
+                                        const KeyFragment<Input>& fragment, u8* to,
+                                        const Observer& observer) const {
+    // Tiles are always of whole runs, which flat rows are at this width and alignment alone.
+    const bool by_runs =
+        Format::kTiled || (from_vectors && (to == nullptr || (to_vectors && format.takes_runs())));
+    if (by_runs) {
+      float values[kRun];
+      widen_vectors<Input>(fragment.latent, values);
+      norm_run<Input>(norm, weights, lane, values);
+      if (to != nullptr) format.store_run(values, to, lane, to_vectors);
+      observer.run(values);
+    }
+    if constexpr (!Format::kTiled) {
+      if (!by_runs) {
+        norm_by_element<Input>(norm, latent, weight, lane, [&](i32 i, float value) {
+          if (to != nullptr) format.store_element(value, i, to);
+          observer.element(i, value);
+        });
+      }
+    }
+    u8* rope_to = to == nullptr ? nullptr : Format::rope_of(to, norm.lora_rank);
+    rotate_key<Input>(norm, shuffle_pointer(angles, k), rope, fragment.pair, lane,
+                      [&](const PairPlaces& places, float a, float b) {
+                        if (rope_to != nullptr) {
+                          format.store_pair(a, b, places.first, places.second, rope_to);
+                        }
+                        observer.pair(places, a, b);
+                      });
+  }
+};
+
+}  // namespace cupy_mla
