@@ -44,7 +44,7 @@ struct SourceRow {
     for (float& value : values) value = mul_rn_f32(value, scale);
   }
 
-  // The scale of an element's tile, or of the layer.
+  // The scale of an element's tile, or of the layer; tiles' scales are aligned where codes are.
   __device__ __forceinline__ float scale_at(i32 i) const {
     if (p.tile_shift == 0) return layer_scale;
     return reinterpret_cast<const float*>(scales)[i >> p.tile_shift];

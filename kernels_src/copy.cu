@@ -47,25 +47,31 @@ __device__ __forceinline__ void copy_vectors(const Places& places, i32 count, i3
   constexpr int kRows = tuning::kRowsInFlight;
   const u32 units = static_cast<u32>(bytes) / kVectorBytes;
   const i32 step = static_cast<i32>(blockDim.y);
-  for (i32 row = static_cast<i32>(threadIdx.y); row < count; row += kRows * step) {
-    for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) {
-      uint4 vectors[kRows];
+  uint4 vectors[kRows];
+  const auto ask = [&](int k, i32 row, u32 unit) {
+    vectors[k] = {0, 0, 0, 0};
+    if (unit < units && row < count && places.sources[0][row] != nullptr) {
+      vectors[k] = load_vector(places.sources[0][row] + unit * kVectorBytes);
+    }
+  };
+  i32 row = static_cast<i32>(threadIdx.y);
 #pragma unroll
-      for (int k = 0; k < kRows; ++k) {
-        const i32 next = row + k * step;
-        vectors[k] = {0, 0, 0, 0};
-        if (next >= count) continue;
-        const u8* source = places.sources[0][next];
-        if (source != nullptr) vectors[k] = load_vector(source + unit * kVectorBytes);
-      }
+  for (int k = 0; k < kRows; ++k) ask(k, row + k * step, threadIdx.x);
+  for (; row < count; row += kRows * step) {
 #pragma unroll
-      for (int k = 0; k < kRows; ++k) {
-        const i32 next = row + k * step;
-        if (next >= count) break;
-        u8* destination = places.destinations[0][next];
-        if (destination == nullptr) continue;
-        store_vector(destination + unit * kVectorBytes, vectors[k], streaming);
+    for (int k = 0; k < kRows; ++k) {
+      const i32 this_row = row + k * step;
+      if (this_row >= count) break;
+      u8* destination = places.destinations[0][this_row];
+      if (destination != nullptr) {
+        for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) {
+          // Rows of more units than threads: the others one by one.
+          if (unit != threadIdx.x) ask(k, this_row, unit);
+          store_vector(destination + unit * kVectorBytes, vectors[k], streaming);
+        }
       }
+      // The next one at once, while the others in flight are stored.
+      ask(k, this_row + kRows * step, threadIdx.x);
     }
   }
 }

@@ -28,26 +28,32 @@ __device__ __forceinline__ void gather(const ReadParams& p) {
 
   if (Format::reads_vectors(p) && is_vector_aligned(address_bits(p.destination[0]))) {
     const u32 units = static_cast<u32>(p.width) / Format::kUnit;
-    for (i32 row = static_cast<i32>(threadIdx.y); row < count; row += kRows * step) {
-      for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) {
-        typename Format::Fragment fragments[kRows];
+    typename Format::Fragment fragments[kRows];
+    const auto ask = [&](int k, i32 row, u32 unit) {
+      if (unit < units && row < count && source(row) != nullptr) {
+        fragments[k] = Format::load(source(row), scales(row), unit);
+      }
+    };
+    i32 row = static_cast<i32>(threadIdx.y);
 #pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-          const i32 next = row + k * step;
-          if (next < count && source(next) != nullptr) {
-            fragments[k] = Format::load(source(next), scales(next), unit);
+    for (int k = 0; k < kRows; ++k) ask(k, row + k * step, threadIdx.x);
+    for (; row < count; row += kRows * step) {
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const i32 this_row = row + k * step;
+        if (this_row >= count) break;
+        u8* destination = places.destinations[0][this_row];
+        if (destination != nullptr) {
+          for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) {
+            // Rows of more units than threads: the others one by one.
+            if (unit != threadIdx.x) ask(k, this_row, unit);
+            uint4 vector = {0, 0, 0, 0};
+            if (source(this_row) != nullptr) vector = format.decode(fragments[k], unit);
+            store_vector(destination + unit * kVectorBytes, vector, p.stream_stores != 0);
           }
         }
-#pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-          const i32 next = row + k * step;
-          if (next >= count) break;
-          u8* destination = places.destinations[0][next];
-          if (destination == nullptr) continue;
-          uint4 vector = {0, 0, 0, 0};
-          if (source(next) != nullptr) vector = format.decode(fragments[k], unit);
-          store_vector(destination + unit * kVectorBytes, vector, p.stream_stores != 0);
-        }
+        // The next one at once, while the others in flight are stored.
+        ask(k, this_row + kRows * step, threadIdx.x);
       }
     }
     return;

@@ -43,21 +43,30 @@ struct PairBits {
   u32 sin;
 };
 
-// Without angles they stay as they are: then nobody looks at them.
+template <class Input>
+__device__ __forceinline__ void load_elements(const RopeTable& table, const u8* elements, i32 pair,
+                                              PairBits& bits) {
+  const PairPlaces places = pair_places(table, pair);
+  const auto* first = reinterpret_cast<const typename Input::Bits*>(elements) + places.first;
+  bits.first = first[0];
+  bits.second = first[table.partner];
+}
+
+__device__ __forceinline__ void load_angle(const RopeTable& table, const u8* angles, i32 pair,
+                                           PairBits& bits) {
+  const u32 bytes = number_bytes(table.type);
+  const u8* cos = angles + pair * bytes;
+  bits.cos = load_number_bits(cos, table.type, 0);
+  bits.sin = load_number_bits(cos + table.half * bytes, table.type, 0);
+}
+
+// Without angles their bits stay as they are: then nobody looks at them.
 template <class Input>
 __device__ __forceinline__ PairBits load_pair(const RopeTable& table, const u8* angles,
                                               const u8* elements, i32 pair) {
-  const PairPlaces places = pair_places(table, pair);
-  const auto* first = reinterpret_cast<const typename Input::Bits*>(elements) + places.first;
   PairBits bits;
-  bits.first = first[0];
-  bits.second = first[table.partner];
-  if (angles != nullptr) {
-    const u32 bytes = number_bytes(table.type);
-    const u8* cos = angles + pair * bytes;
-    bits.cos = load_number_bits(cos, table.type, 0);
-    bits.sin = load_number_bits(cos + table.half * bytes, table.type, 0);
-  }
+  load_elements<Input>(table, elements, pair, bits);
+  if (angles != nullptr) load_angle(table, angles, pair, bits);
   return bits;
 }
 

@@ -23,6 +23,8 @@ struct TiledSource {
   static constexpr u32 kLatentUnits = layout::kLoraRank / kUnit;
   static constexpr int kRopeBytes = kUnit * sizeof(Bfloat16::Bits);
   static_assert(layout::kNopeOffset == 0, "codes come first");
+  static_assert(layout::kScaleOffset % i32{sizeof(float)} == 0,
+                "scales are aligned where codes are");
   static_assert(layout::kTile % kUnit == 0, "no unit straddles two tiles");
   static_assert(layout::kRopeDim % kUnit == 0, "the rotary part is whole units");
   static_assert(layout::kRopeDim == 0 || layout::kRopeOffset % i32{kVectorBytes} == 0,
@@ -39,8 +41,7 @@ struct TiledSource {
   __device__ __forceinline__ static bool reads_vectors(const ReadParams& p) {
     constexpr u32 kAlignment =
         layout::kRopeDim != 0 ? kWordsAlignment<kRopeBytes> : kWordsAlignment<kUnit>;
-    return address_bits(p.source[0]) % kAlignment == 0 &&
-           address_bits(p.source[1]) % sizeof(float) == 0;
+    return address_bits(p.source[0]) % kAlignment == 0;
   }
 
   __device__ __forceinline__ static Fragment load(const u8* row, const u8* scales, u32 unit) {

@@ -92,7 +92,7 @@ def number_type(operand: Operand) -> int:
 def rope_table(table: Operand | None, *, is_neox: bool) -> tuple[int, ...]:
     """Return a ``RopeTable``; all zeros without a table."""
     if table is None:
-        return (0,) * len(params_fused.ROPE_TABLE.dtype)
+        return (0,) * len(params_fused.ROPE_TABLE.dtype.names or ())
     rows, width = table.shape
     pairs = (1, width // 2) if is_neox else (2, 1)
     return table.strides[0], rows, number_type(table), width // 2, *pairs

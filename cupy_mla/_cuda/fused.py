@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from cupy_mla._arrays import ArrayRef
-from cupy_mla._plan_fused import ContextInputs, ContextPlan
+import numpy as np
 
-from . import context
-from .device import Device
+from cupy_mla import dtypes
+from cupy_mla._arrays import ArrayRef, describe
+from cupy_mla._plan_fused import (
+    ContextInputs,
+    ContextPlan,
+    NormRopeInputs,
+    NormRopeLayer,
+    NormRopeLayerPlan,
+    NormRopePlan,
+)
+from cupy_mla.dtypes import DType
+
+from . import context, norm_rope
+from .compiler import load
+from .device import Device, Memory
+from .norm_rope import NormRopeTarget
+from .prepared import Known
 from .target import CudaTarget
 
 
@@ -17,6 +32,10 @@ class CudaFused(ABC):
     """What `FusedBackend` asks for, by kernels; `CudaBackend` inherits it."""
 
     device: Device
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fused = Known()
 
     @abstractmethod
     def _run(
@@ -28,6 +47,20 @@ class CudaFused(ABC):
         stream: object,
     ) -> None:
         """Launch on the right stream, behind the producers of the arrays."""
+
+    def _new(self, shape: tuple[int, ...], dtype: DType, like: ArrayRef) -> ArrayRef:
+        """Allocate an output of the framework of `like`, or CuPy's; its owner is the array.
+
+        It comes from a pool, in the order of its framework's current stream. That is where the
+        kernel runs; on any other stream `_run` orders and keeps it, as it does inputs.
+        """
+        if dtype == dtypes.FLOAT8_E4M3 and like.framework != "torch":
+            dtype = dtypes.UINT8
+        array = self.device.empty(shape, dtype, like.framework)
+        ref = describe(array)
+        if ref is None:
+            raise TypeError(f"{type(array).__name__} is no array")
+        return ref
 
     def insert_context(
         self, plan: ContextPlan, inputs: ContextInputs, target: CudaTarget, stream: object
@@ -47,3 +80,59 @@ class CudaFused(ABC):
             target.caches[0],
             stream,
         )
+
+    def stack(self, rows: Sequence[ArrayRef]) -> ArrayRef:
+        """Copy vectors of one length and dtype into a new array ``[len(rows), length]``."""
+        stream = self.device.current_stream(rows[0].framework)
+        data = np.stack([self._fetch(row, stream) for row in rows])
+        out = self._new(data.shape, rows[0].dtype, rows[0])
+        self.device.upload(Memory(out.ptr, data.nbytes, out), data, stream)
+        return out
+
+    def _fetch(self, vector: ArrayRef, stream: int) -> np.ndarray[Any, Any]:
+        """Copy a vector to the host, after waiting for the device."""
+        if vector.device is not None and vector.device.kind == "cpu":
+            return vector.host_view()
+        (count,), (step,) = vector.shape, vector.strides
+        low = min(0, (count - 1) * step)
+        span = Memory(vector.ptr + low, abs(count - 1) * abs(step) + vector.dtype.itemsize, vector)
+        raw = self.device.download(span, stream)
+        return np.ndarray((count,), vector.dtype, raw.data, -low, (step,))
+
+    def norm_rope_target(
+        self, plan: NormRopeLayerPlan, layer: NormRopeLayer, *, lasting: bool
+    ) -> NormRopeTarget:
+        """Make the state of a layer; one that is not `lasting` serves one call, counts nothing."""
+        return NormRopeTarget(self.device, plan, layer, lasting=lasting)
+
+    def norm_rope(
+        self, plan: NormRopePlan, inputs: NormRopeInputs, target: NormRopeTarget, stream: object
+    ) -> Any:
+        """Norm, rotate and store a step; return the normed query."""
+        known = self._fused if target.prepared is None else target.prepared
+        prepared = known.get(
+            (plan, target.scale_number()),
+            lambda: norm_rope.prepare(self.device, plan, target),
+        )
+        out = inputs.q_c_out
+        if out is None:
+            out = self._new((plan.tokens, plan.q_c.width), plan.input_dtype, inputs.q_c)
+        if prepared is not None:
+            addresses = norm_rope.step_addresses(inputs, out) + target.addresses()
+            layer = target.arrays()
+            self._run(
+                plan.operation,
+                lambda pointer: prepared.run(addresses, pointer),
+                [*layer, *norm_rope.step_arrays(inputs), out],
+                layer[0],
+                stream,
+            )
+        return out.owner
+
+    def warmup_norm_rope(self, plan: NormRopeLayerPlan, target: NormRopeTarget) -> None:
+        """Compile what steps of a layer need, for each input dtype that they may have."""
+        given = (
+            dtypes.INPUT_DTYPES if plan.mla_cache is None else plan.mla_cache.layout.input_dtypes
+        )
+        for dtype in given:
+            load(self.device, *norm_rope.specialisation(plan, dtype.name))

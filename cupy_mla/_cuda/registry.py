@@ -230,6 +230,13 @@ _VALUE_FORMATS = (
     ),
 )
 
+
+def _inputs_alone(name: str, header: str, template: str) -> tuple[RowFormat, ...]:
+    """Return the formats of a kernel that differs by its input dtype alone."""
+    inputs = tuple(InputTuning(dtype, 1) for dtype in ("bfloat16", "float16", "float32"))
+    return (RowFormat(name, header, template, inputs, 16, True),)
+
+
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
@@ -259,6 +266,37 @@ KERNELS: dict[str, Kernel] = {
                 params_fused.KEY_NORM,
             ),
             _VALUE_FORMATS,
+            max_threads=128,
+        ),
+        Kernel(
+            "norm_rope",
+            "norm_rope.cu",
+            params_fused.NORM_ROPE_PARAMS,
+            (
+                params.DIVISOR,
+                params.LAYER_ENTRY,
+                params.ERROR_RECORD,
+                params_fused.ROPE_TABLE,
+                params_fused.KEY_NORM,
+                params_fused.INDEX_CACHE,
+            ),
+            _VALUE_FORMATS,
+            max_threads=128,
+        ),
+        Kernel(
+            "indexer",
+            "indexer.cu",
+            params_fused.INDEXER_PARAMS,
+            (params.DIVISOR, params.LAYER_ENTRY, params_fused.INDEX_CACHE),
+            _inputs_alone("indexer_fp8", "indexer.cu", "IndexRows<{input}>"),
+            max_threads=128,
+        ),
+        Kernel(
+            "query",
+            "query.cu",
+            params_fused.QUERY_PARAMS,
+            (params.DIVISOR, params_fused.ROPE_TABLE, params_fused.HEAD_STRIDES),
+            _inputs_alone("fp8_e4m3", "query.cu", "QueryRows<{input}>"),
             max_threads=128,
         ),
         Kernel("gather", "gather.cu", params.READ_PARAMS, _READ_STRUCTS, _READ_FORMATS),

@@ -74,7 +74,7 @@ def _gpu(name: str, results: Sequence[StoredResult]) -> list[str]:
     parts += _host(stored.newest(results, "host")) + _compiled(stored.newest(results, "compile"))
     missing = dict.fromkeys(note for result in results for note in result.document["notes"])
     if missing:
-        parts.append(f"Not at hand there, and so not compared with: {', '.join(missing)}.")
+        parts.append(f"Not measured there: {', '.join(missing)}.")
     return parts
 
 
@@ -112,6 +112,10 @@ def _name(row: dict[str, Any]) -> str:
     return f"`{_NAMES.get(row['operation'], row['operation'])}`{layers}"
 
 
+def _format(row: dict[str, Any]) -> str:
+    return f"to {row['format']}" if row["operation"] == "convert" else str(row["format"])
+
+
 def _others(row: dict[str, Any]) -> str:
     found = row["alternatives"].items()
     return ", ".join(f"{name} {_us(other['times'])}x" for name, other in found) or "-"
@@ -134,7 +138,7 @@ def _many_tokens(rows: Iterable[dict[str, Any]]) -> list[str]:
         lines.append(
             [
                 _name(most[0]),
-                most[0]["format"],
+                _format(most[0]),
                 _others(most[0]),
                 f"{most[0]['tokens']:,}",
                 _us(most[0]["us"]["median"]),
@@ -155,7 +159,7 @@ def _few_tokens(rows: Iterable[dict[str, Any]]) -> list[str]:
         lines.append(
             [
                 _name(row),
-                row["format"],
+                _format(row),
                 _others(row),
                 f"{row['tokens']:,}",
                 _us(row["us"]["median"]),

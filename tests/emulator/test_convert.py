@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_mla import audit_cache, convert_cache, get_layout
+from cupy_mla._arrays import describe
 from cupy_mla._cuda import read, registry
+from cupy_mla._cuda.backend import CudaBackend
 from tests import oracle
 from tests.emulator.device import EmulatorDevice
-from tests.emulator.reads import FORMATS, agree, by_kernels, random_cache
+from tests.emulator.reads import FORMATS, agree, by_kernels, random_cache, storage
 
 SOURCES = (*FORMATS[:6], "fp8_ds_mla ue8m0", "indexer_fp8")
 DESTINATIONS = ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
@@ -117,8 +119,14 @@ def test_byte_caches_at_any_address(device, rng, source, destination, finite):
 @pytest.mark.parametrize("source", SOURCES[:5])
 @pytest.mark.parametrize("destination", DESTINATIONS[:5])
 @pytest.mark.parametrize("width", [1, 7, 24, 320, 4112])
-def test_other_widths(device, rng, source, destination, width):
-    src, _, dst, pool = caches(rng, source, destination, width=width, finite=True)
+@pytest.mark.parametrize("aligned", [False, True])
+def test_other_widths(device, rng, source, destination, width, aligned):
+    """With rows that are as close as they can, and that begin at multiples of 16 bytes."""
+    sizes = [width * storage(fmt).itemsize for fmt in (source, destination)]
+    pads = [{"row_pad": -size % 16 if aligned else 0} for size in sizes]
+    src, _, dst, pool = caches(
+        rng, source, destination, width=width, src=pads[0], dst=pads[1], finite=True
+    )
     agree(device, lambda: convert(src, dst, source, destination), pool)
 
 
@@ -266,7 +274,26 @@ def test_rows_go_to_the_host_in_pieces(device, rng, monkeypatch, fmt, chunk):
         assert got == want
 
 
-def test_strided_slots_are_copied_to_the_host(device, rng):
+def test_arrays_are_copied_to_the_host(device):
+    numbers = np.arange(24).reshape(2, 3, 4)
+    backend = CudaBackend(device)
+    for array in (
+        numbers,
+        numbers[:, 1],
+        numbers[::-1, ::-2, 1::2],
+        numbers.transpose(2, 0, 1),
+        np.broadcast_to(numbers[0, 0], (5, 4)),
+        numbers[:0],
+        numbers[1, 2, 3:].reshape(()),
+        numbers.astype(oracle.BFLOAT16)[:, ::2],
+    ):
+        copied = backend.host_copy(describe(array))
+        assert (copied.shape, copied.dtype) == (array.shape, array.dtype)
+        assert np.array_equal(copied, array)
+        assert not np.shares_memory(copied, array)
+
+
+def test_strided_slots_are_found(device, rng):
     cache, _ = random_cache(rng, "bfloat16")
     table = np.array([[3, 7], [1, 9], [4, 0]])
     for slots in (table[:, 0], table[::-1, 1], table[:0, 0]):

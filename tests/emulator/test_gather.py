@@ -122,10 +122,14 @@ def test_byte_caches_at_any_address(device, rng, fmt, output, row_pad, offset):
 @pytest.mark.parametrize("fmt", FORMATS[:5])
 @every_output
 @pytest.mark.parametrize("width", [1, 7, 12, 24, 320, 1160, 8192])
-def test_other_widths(device, rng, fmt, output, width):
-    cache, _ = random_cache(rng, fmt, width)
+@pytest.mark.parametrize("aligned", [False, True])
+def test_other_widths(device, rng, fmt, output, width, aligned):
+    """With rows that begin at multiples of 16 bytes, and at others."""
+    size, out_size = (width * storage(name).itemsize for name in (fmt, output))
+    gap = -out_size % 16 if aligned else 2 * storage(output).itemsize
+    cache, _ = random_cache(rng, fmt, width, row_pad=-size % 16 if aligned else 0)
     table, cu = np.array([[2, 7, 1], [0, 3, 3]]), np.array([0, 9, 14])
-    out, pool = make_out(15, width, output, gap=storage(output).itemsize * 2)
+    out, pool = make_out(15, width, output, gap=gap)
     agree(device, lambda: gather_cache(cache, table, cu, fmt, SCALE, out=out), pool)
 
 
@@ -335,12 +339,13 @@ def test_70_000_requests(device, rng):
     assert np.array_equal(bits_of(out), bits_of(want))
 
 
-def test_a_long_request(device, rng):
-    """Positions up to 2^31 and beyond, of a table whose columns lie on one another."""
+@pytest.mark.parametrize("far", [2**31, 2**32 + 48, 2**40])
+def test_a_long_request(device, rng, far):
+    """Positions around a number of 32 bits or more, of a table whose columns lie on one another."""
     cache, _ = random_cache(rng, "bfloat16", 8, blocks=3, block_size=48)
-    columns = (2**31 + 4800) // 48
+    columns = (far + 4800) // 48
     table = np.lib.stride_tricks.as_strided(np.array([2]), (3, columns), (0, 0))
-    starts = np.array([2**31 - 3, 2**31 - 49, columns * 48 - 2])
+    starts = np.array([far - 3, far - 49, columns * 48 - 2])
     cu = np.array([0, 5, 55, 60])
     got = agree(
         device,

@@ -1,0 +1,280 @@
+"""Launching the norm_rope kernel, and what a layer keeps on a device for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_mla._arrays import ArrayRef
+from cupy_mla._plan import COUNTERS, COUNTERS_ALWAYS, CachePlan, ErrorRecord
+from cupy_mla._plan_fused import (
+    NormRopeInputs,
+    NormRopeLayer,
+    NormRopeLayerPlan,
+    NormRopePlan,
+    Operand,
+)
+from cupy_mla.layouts import CacheLayout, get_layout
+
+from . import params, params_fused, registry
+from .compiler import load
+from .context import number_type, rope_table
+from .device import Device, Memory
+from .geometry import warp_rows_shape
+from .prepared import Known, PreparedLaunch
+from .registry import Specialisation
+from .target import layer_entry
+
+Array = np.ndarray[Any, Any]
+
+#: Places of counters and error records: the MLA cache's and the indexer cache's.
+_PLACES = 2
+_ADDRESSES = 21
+
+
+class NormRopeTarget:
+    """One layer's weights, tables, caches and, where it lasts, counters.
+
+    Parameters
+    ----------
+    device : Device
+    plan : NormRopeLayerPlan
+    layer : NormRopeLayer
+    lasting : bool
+        Whether it is called more than once, and counts.
+    """
+
+    def __init__(
+        self, device: Device, plan: NormRopeLayerPlan, layer: NormRopeLayer, *, lasting: bool
+    ) -> None:
+        self.device, self.plan, self.layer = device, plan, layer
+        self.counters_ptr = self.errors_ptr = 0
+        #: Launches by plan; a target that does not last has none of its own.
+        self.prepared: Known | None = None
+        if not lasting:
+            return
+        self.prepared = Known()
+        self._counters = device.allocate(_PLACES * len(COUNTERS) * 8)
+        self._errors = device.allocate(
+            _PLACES * len(params.ERROR_KINDS) * params.ERROR_RECORD.dtype.itemsize
+        )
+        self.counters_ptr, self.errors_ptr = self._counters.ptr, self._errors.ptr
+        for memory in (self._counters, self._errors):
+            device.upload(memory, np.zeros(memory.nbytes, np.uint8), self.stream())
+
+    def arrays(self) -> list[ArrayRef]:
+        """Return what a kernel reads or writes through this target."""
+        layer = self.layer
+        parts = (
+            layer.mla_cache,
+            layer.indexer_cache,
+            layer.q_weight,
+            layer.kv_weight,
+            layer.k_table,
+            layer.index_weight,
+            layer.index_bias,
+            layer.index_table,
+            layer.mla_scale,
+        )
+        return [ref for ref in parts if isinstance(ref, ArrayRef)]
+
+    def stream(self) -> int:
+        """Return the current stream of the framework that owns the layer's first array."""
+        return self.device.current_stream(self.arrays()[0].framework)
+
+    def scale_number(self) -> float | None:
+        """Return the scale of the MLA cache where it is no array."""
+        scale = self.layer.mla_scale
+        return None if isinstance(scale, ArrayRef) else scale
+
+    def scale_value(self) -> float | None:
+        """Return the scale of the MLA cache as it is now, None where it has none."""
+        scale = self.layer.mla_scale
+        if not isinstance(scale, ArrayRef):
+            return scale
+        raw = self.device.download(Memory(scale.ptr, 4, scale), self.stream())
+        return float(raw.view(np.float32)[0])
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return where the layer's arrays lie, in the order of the kernel's arguments."""
+        layer = self.layer
+        scale = layer.mla_scale
+        planes = (0, 0)
+        if layer.indexer_cache is not None and self.plan.indexer_cache is not None:
+            start = layer.indexer_cache.ptr
+            size = self.plan.indexer_cache.block_size
+            codes, scales = self.plan.indexer_cache.layout.planes
+            planes = start + codes.start(size), start + scales.start(size)
+        return (
+            layer.q_weight.ptr,
+            layer.kv_weight.ptr,
+            address(layer.k_table),
+            address(layer.index_weight),
+            address(layer.index_bias),
+            address(layer.index_table),
+            address(layer.mla_cache),
+            scale.ptr if isinstance(scale, ArrayRef) else 0,
+            *planes,
+        )
+
+    def counts(self) -> dict[str, Array]:
+        """Return a copy of the counters, int64 [2] each."""
+        raw = self.device.download(self._counters, self.stream()).view(np.int64)
+        table = raw.reshape(_PLACES, len(COUNTERS))
+        return {name: table[:, COUNTERS.index(name)].copy() for name in COUNTERS_ALWAYS}
+
+    def take_errors(self) -> list[ErrorRecord]:
+        """Return what was recorded since the last call, and arm the records again."""
+        raw = self.device.download(self._errors, self.stream()).view(params.ERROR_RECORD.dtype)
+        found = [
+            ErrorRecord(kind, int(record["layer"]), int(record["token"]), int(record["slot"]))
+            for kind, record in zip(params.ERROR_KINDS * _PLACES, raw, strict=True)
+            if record["claimed"]
+        ]
+        if found:
+            empty = np.zeros(self._errors.nbytes, np.uint8)
+            self.device.upload(self._errors, empty, self.stream())
+        return found
+
+
+def address(ref: ArrayRef | None) -> int:
+    """Return where an array lies, 0 for none."""
+    return 0 if ref is None else ref.ptr
+
+
+def step_addresses(inputs: NormRopeInputs, q_c_out: ArrayRef) -> tuple[int, ...]:
+    """Return where a step's arrays lie, in the order of the kernel's arguments."""
+    return (
+        inputs.positions.ptr,
+        inputs.q_c.ptr,
+        inputs.kv_c.ptr,
+        address(inputs.k_pe),
+        address(inputs.index_k),
+        address(inputs.topk),
+        address(inputs.slots),
+        address(inputs.indexer_slots),
+        q_c_out.ptr,
+        address(inputs.kv_c_out),
+        address(inputs.k_pe_out),
+    )
+
+
+def step_arrays(inputs: NormRopeInputs) -> list[ArrayRef]:
+    """Return a step's arrays, but for the normed query."""
+    parts = (
+        inputs.positions,
+        inputs.q_c,
+        inputs.kv_c,
+        inputs.k_pe,
+        inputs.index_k,
+        inputs.topk,
+        inputs.slots,
+        inputs.indexer_slots,
+        inputs.kv_c_out,
+        inputs.k_pe_out,
+    )
+    return [ref for ref in parts if ref is not None]
+
+
+def index_cache(plan: CachePlan) -> tuple[Array, Array]:
+    """Return an ``IndexCache`` without its addresses: an entry a plane."""
+    entries = []
+    for plane in plan.layout.planes:
+        entry = layer_entry(0, plan, None, 0)
+        entry["row_stride"] = plane.nbytes
+        entries.append(entry[0])
+    return entries[0], entries[1]
+
+
+def specialisation(plan: NormRopeLayerPlan, dtype: str) -> tuple[Specialisation, CacheLayout]:
+    """Return the kernel for a layer and an input dtype, and the layout that it is built for."""
+    layout = get_layout(dtype) if plan.mla_cache is None else plan.mla_cache.layout
+    return registry.find("norm_rope", layout.name, dtype), layout
+
+
+def prepare(device: Device, plan: NormRopePlan, target: NormRopeTarget) -> PreparedLaunch | None:
+    """Prepare a step; None where there is nothing to do."""
+    if plan.tokens == 0:
+        return None
+    arguments = _arguments(plan, target)
+    parts = _parts(plan)
+    shape = warp_rows_shape(
+        plan.operation, layers=len(parts), tokens=plan.tokens, sm_count=device.sm_count
+    )
+    arguments["parts"] = params.divisor(len(parts))
+    arguments["part_kinds"][0, : len(parts)] = parts
+    arguments["block_tokens"] = shape.block_tokens
+    arguments["stream_stores"] = _written_bytes(plan) > device.l2_bytes
+    special, layout = specialisation(plan.layer, plan.input_dtype.name)
+    function = load(device, special, layout)
+    return PreparedLaunch(device, function, shape, arguments, _ADDRESSES)
+
+
+def _parts(plan: NormRopePlan) -> list[int]:
+    """Return what thread blocks have to do."""
+    parts = [params_fused.QUERY_PART]
+    if plan.topk is not None and plan.topk.width:
+        parts.append(params_fused.TOPK_PART)
+    if any(part is not None for part in (plan.slots, plan.kv_c_out, plan.k_pe_out)):
+        parts.append(params_fused.KEY_PART)
+    if plan.indexer_slots is not None:
+        parts.append(params_fused.INDEX_PART)
+    return parts
+
+
+def _row_bytes(operand: Operand | None) -> int:
+    return 0 if operand is None else operand.width * operand.dtype.itemsize
+
+
+def _written_bytes(plan: NormRopePlan) -> int:
+    row = _row_bytes(plan.q_c)
+    row += sum(_row_bytes(part) for part in (plan.topk, plan.kv_c_out, plan.k_pe_out))
+    for slots, cache in (
+        (plan.slots, plan.layer.mla_cache),
+        (plan.indexer_slots, plan.layer.indexer_cache),
+    ):
+        if slots is not None and cache is not None:
+            row += cache.layout.row_bytes
+    return row * plan.tokens
+
+
+def _stride(operand: Operand | None) -> int:
+    return 0 if operand is None else operand.strides[0]
+
+
+def _arguments(plan: NormRopePlan, target: NormRopeTarget) -> Array:
+    """Fill in all but addresses and grid."""
+    layer = plan.layer
+    arguments = params_fused.NORM_ROPE_PARAMS.zeros()
+    arguments["counters"] = target.counters_ptr
+    arguments["errors"] = target.errors_ptr
+    for name in ("q_c", "kv_c", "k_pe", "index_k", "topk", "q_c_out", "kv_c_out", "k_pe_out"):
+        arguments[f"{name}_stride"] = _stride(getattr(plan, name))
+    if plan.q_c_out is None:
+        arguments["q_c_out_stride"] = _row_bytes(plan.q_c)
+    key = arguments["key"]
+    key["weight_type"] = number_type(layer.kv_weight)
+    key["lora_rank"] = layer.kv_weight.width
+    key["eps"] = layer.kv_eps
+    key["staged"] = layer.rounding == "staged"
+    key["rope"] = rope_table(layer.k_table, is_neox=False)
+    arguments["index_rope"] = rope_table(layer.index_table, is_neox=layer.index_is_neox)
+    if layer.mla_cache is not None:
+        arguments["mla"] = layer_entry(0, layer.mla_cache, target.scale_number(), 0)
+    if layer.indexer_cache is not None:
+        arguments["index"] = index_cache(layer.indexer_cache)
+    arguments["tokens"] = plan.tokens
+    arguments["position_bytes"] = plan.positions.dtype.itemsize
+    for name, slots in (("slot_bytes", plan.slots), ("index_slot_bytes", plan.indexer_slots)):
+        if slots is not None:
+            arguments[name] = slots.dtype.itemsize
+    arguments["q_width"] = plan.q_c.width
+    arguments["q_weight_type"] = number_type(layer.q_weight)
+    arguments["q_eps"] = layer.q_eps
+    if layer.index_weight is not None and layer.index_bias is not None:
+        arguments["index_weight_type"] = number_type(layer.index_weight)
+        arguments["index_bias_type"] = number_type(layer.index_bias)
+        arguments["index_eps"] = layer.index_eps
+    arguments["topk_bytes"] = _row_bytes(plan.topk)
+    return arguments
