@@ -381,7 +381,7 @@ def _reason(name: str, rules: Iterable[BackendRule]) -> str:
     """Say why a layout is read by none of some backends."""
     layout = name if name == "auto" else get_layout(name)
     if isinstance(layout, str) or not layout.is_fp8:
-        return "an unquantised cache, which no such backend reads"
+        return "an unquantised cache, which none of the registered backends reads"
     if layout.needs_scale and any(not rule.fp8_query for rule in rules):
         return (
             "a flat fp8 cache goes with an fp8 query (FlashAttention 3, too, cannot mix a bf16 "

@@ -40,7 +40,7 @@ class GroupedCacheWriter:
     kv_lora_rank, rope_dim : int
         Elements of the latent and of the rotary part; rope_dim 0 for models without RoPE.
     scale_format : {"float32", "ue8m0"}
-        How ``fp8_ds_mla`` rounds its tiles' scales.
+        How ``fp8_ds_mla`` rounds its tiles' scales; a `CacheLayout` has its own.
     collect_stats : bool
         Whether stored rows, padding, NaN/Inf and saturated elements are counted at each insert.
         Slots beyond a cache are counted always.
@@ -134,7 +134,7 @@ class GroupedCacheWriter:
             are ``kv_cache``, ``kv_cache_dtype``, ``k_scale``, ``kv_lora_rank``, ``rope_dim``,
             ``norm_weight``, ``norm_eps``, ``cos_sin_cache`` and ``is_neox``.
         scale_format : {"float32", "ue8m0"}
-            How ``fp8_ds_mla`` rounds its tiles' scales.
+            How ``fp8_ds_mla`` rounds its tiles' scales; a `CacheLayout` has its own.
         collect_stats : bool
             As for the constructor.
 

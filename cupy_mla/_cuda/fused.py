@@ -13,6 +13,10 @@ from cupy_mla._arrays import ArrayRef, describe
 from cupy_mla._plan_fused import (
     ContextInputs,
     ContextPlan,
+    FusedQInputs,
+    FusedQPlan,
+    IndexerInsertInputs,
+    IndexerInsertPlan,
     NormRopeInputs,
     NormRopeLayer,
     NormRopeLayerPlan,
@@ -20,7 +24,7 @@ from cupy_mla._plan_fused import (
 )
 from cupy_mla.dtypes import DType
 
-from . import context, norm_rope
+from . import context, indexer, norm_rope, query
 from .compiler import load
 from .device import Device, Memory
 from .norm_rope import NormRopeTarget
@@ -136,3 +140,57 @@ class CudaFused(ABC):
         )
         for dtype in given:
             load(self.device, *norm_rope.specialisation(plan, dtype.name))
+
+    def fused_q(
+        self, plan: FusedQPlan, inputs: FusedQInputs, stream: object
+    ) -> tuple[Any, Any, Any]:
+        """Rotate and quantise queries; return index_q, its weights and mqa_q."""
+        scale = None if isinstance(inputs.q_scale, ArrayRef) else inputs.q_scale
+        prepared = self._fused.get((plan, scale), lambda: query.prepare(self.device, plan, scale))
+        outs = [
+            self._new(*wanted, inputs.q_pe) if given is None and wanted is not None else given
+            for given, wanted in zip(
+                (inputs.mqa_q_out, inputs.index_q_out, inputs.index_weights_out),
+                query.outputs(plan),
+                strict=True,
+            )
+        ]
+        mqa, index_q, weights = outs
+        if prepared is not None and mqa is not None:
+            addresses = query.addresses(inputs, mqa, index_q, weights)
+            given = (
+                inputs.q_pe,
+                inputs.positions,
+                inputs.q_table,
+                inputs.ql_nope,
+                inputs.q_scale,
+                inputs.index_q,
+                inputs.index_table,
+                inputs.index_weights,
+                *outs,
+            )
+            self._run(
+                plan.operation,
+                lambda pointer: prepared.run(addresses, pointer),
+                [ref for ref in given if isinstance(ref, ArrayRef)],
+                inputs.q_pe,
+                stream,
+            )
+        made = [None if ref is None else ref.owner for ref in (index_q, weights, mqa)]
+        return made[0], made[1], made[2]
+
+    def insert_indexer(
+        self, plan: IndexerInsertPlan, inputs: IndexerInsertInputs, stream: object
+    ) -> None:
+        """Store rows in an indexer cache."""
+        prepared = self._fused.get(plan, lambda: indexer.prepare(self.device, plan))
+        if prepared is None:
+            return
+        addresses = indexer.addresses(plan, inputs)
+        self._run(
+            plan.operation,
+            lambda pointer: prepared.run(addresses, pointer),
+            [inputs.cache, inputs.k, inputs.slots],
+            inputs.cache,
+            stream,
+        )

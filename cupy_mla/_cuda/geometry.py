@@ -199,3 +199,69 @@ def warp_rows_shape(operation: str, *, layers: int, tokens: int, sm_count: int) 
         turns *= 2
     grid = blocks(ROW_WARPS * turns)
     return LaunchShape(grid, (_WARP, ROW_WARPS), grid // layers, ROW_WARPS * turns)
+
+
+class QueryShape(NamedTuple):
+    """Grid of a launch whose blocks take some heads of one token.
+
+    Attributes
+    ----------
+    launch : LaunchShape
+    token_blocks : int
+        Blocks of a token: those for attention's heads, then those for the indexer's.
+    mqa_blocks : int
+    mqa_block_heads, index_block_heads : int
+        Heads of a block.
+    """
+
+    launch: LaunchShape
+    token_blocks: int
+    mqa_blocks: int
+    mqa_block_heads: int
+    index_block_heads: int
+
+
+#: Heads of the indexer that a warp takes at a time.
+_INDEX_GROUPS = 4
+
+
+def query_shape(
+    operation: str, *, tokens: int, heads: int, index_heads: int, sm_count: int
+) -> QueryShape:
+    """Choose the grid of a kernel whose blocks take some heads of one token.
+
+    Parameters
+    ----------
+    operation : str
+        For messages.
+    tokens : int
+        At least 1.
+    heads, index_heads : int
+        Of attention and of the indexer, at least one in all.
+    sm_count : int
+        Multiprocessors of the device.
+
+    Examples
+    --------
+    >>> query_shape("fused_q", tokens=4096, heads=128, index_heads=64, sm_count=132)[1:]
+    (9, 8, 16, 64)
+    >>> query_shape("fused_q", tokens=1, heads=128, index_heads=64, sm_count=132)[1:]
+    (36, 32, 4, 16)
+    """
+
+    def shape(turns: int) -> QueryShape:
+        mqa_heads, index = ROW_WARPS * turns, ROW_WARPS * turns * _INDEX_GROUPS
+        mqa_blocks = -(-heads // mqa_heads)
+        blocks = mqa_blocks + -(-index_heads // index)
+        launch = LaunchShape(tokens * blocks, (_WARP, ROW_WARPS), blocks, 1)
+        return QueryShape(launch, blocks, mqa_blocks, mqa_heads, index)
+
+    turns = 1
+    while turns < _MOST_ROW_TURNS and (
+        shape(turns).launch.grid > _WAVE_ROW_BLOCKS * turns**2 * sm_count
+    ):
+        turns *= 2
+    found = shape(turns)
+    if found.launch.grid > INT32_END - 2**16:
+        raise ValueError(f"{operation}: tokens and heads must fit a grid, got {tokens} and {heads}")
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupy_mla._arrays import ArrayRef
-from cupy_mla._plan import COUNTERS, COUNTERS_ALWAYS, CachePlan, ErrorRecord
+from cupy_mla._plan import COUNTERS, COUNTERS_ALWAYS, ErrorRecord
 from cupy_mla._plan_fused import (
     NormRopeInputs,
     NormRopeLayer,
@@ -22,6 +22,7 @@ from .compiler import load
 from .context import number_type, rope_table
 from .device import Device, Memory
 from .geometry import warp_rows_shape
+from .indexer import index_cache, plane_addresses
 from .prepared import Known, PreparedLaunch
 from .registry import Specialisation
 from .target import layer_entry
@@ -102,10 +103,7 @@ class NormRopeTarget:
         scale = layer.mla_scale
         planes = (0, 0)
         if layer.indexer_cache is not None and self.plan.indexer_cache is not None:
-            start = layer.indexer_cache.ptr
-            size = self.plan.indexer_cache.block_size
-            codes, scales = self.plan.indexer_cache.layout.planes
-            planes = start + codes.start(size), start + scales.start(size)
+            planes = plane_addresses(layer.indexer_cache, self.plan.indexer_cache)
         return (
             layer.q_weight.ptr,
             layer.kv_weight.ptr,
@@ -175,16 +173,6 @@ def step_arrays(inputs: NormRopeInputs) -> list[ArrayRef]:
         inputs.k_pe_out,
     )
     return [ref for ref in parts if ref is not None]
-
-
-def index_cache(plan: CachePlan) -> tuple[Array, Array]:
-    """Return an ``IndexCache`` without its addresses: an entry a plane."""
-    entries = []
-    for plane in plan.layout.planes:
-        entry = layer_entry(0, plan, None, 0)
-        entry["row_stride"] = plane.nbytes
-        entries.append(entry[0])
-    return entries[0], entries[1]
 
 
 def specialisation(plan: NormRopeLayerPlan, dtype: str) -> tuple[Specialisation, CacheLayout]:

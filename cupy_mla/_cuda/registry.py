@@ -160,8 +160,8 @@ def _reads(name: str, element: str, outputs: dict[str, int]) -> RowFormat:
     return RowFormat(name, "flat_source.cuh", template, tunings, 8)
 
 
-def _tiled_reads(name: str) -> RowFormat:
-    tunings = tuple(InputTuning(output, 4, 4) for output in ("bfloat16", "float16", "float32"))
+def _tiled_reads(name: str, rows: int) -> RowFormat:
+    tunings = tuple(InputTuning(output, rows) for output in ("bfloat16", "float16", "float32"))
     return RowFormat(name, "tiled_source.cuh", "TiledSource<{input}>", tunings, 8)
 
 
@@ -172,8 +172,8 @@ _READ_FORMATS = (
     _reads("float32", "Float32", {"bfloat16": 2, "float16": 2}),
     _reads("fp8_e4m3", "E4m3Codes", {"bfloat16": 4, "float16": 4, "float32": 4}),
     _reads("fp8_e5m2", "E5m2Codes", {"bfloat16": 4, "float16": 4, "float32": 4}),
-    _tiled_reads("fp8_ds_mla"),
-    _tiled_reads("indexer_fp8"),
+    _tiled_reads("fp8_ds_mla", 3),
+    _tiled_reads("indexer_fp8", 4),
 )
 
 _BYTES = (InputTuning("uint8", 4),)

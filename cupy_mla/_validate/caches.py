@@ -149,6 +149,22 @@ def _layout_of(
     )
 
 
+#: Rows of fp8 with scales among the bytes, by width: no flat row is as wide in any known model.
+_TILED_WIDTHS = {656: "fp8_ds_mla", 584: "DeepSeek-V4's block-planar rows, which are unsupported"}
+
+
+def _refuse_tiled_width(operation: str, argument: str, ref: ArrayRef, name: str) -> None:
+    """Refuse to read tiled rows as flat fp8: without a known size anything would pass as codes."""
+    owner = _TILED_WIDTHS.get(ref.shape[-1])
+    if name in ("fp8_e4m3", "fp8_e5m2") and owner is not None:
+        reject_value(
+            operation,
+            argument,
+            f"hold flat {name} rows (for rows of this width pass a CacheLayout with their sizes)",
+            f"rows of {ref.shape[-1]} bytes, the width of {owner}",
+        )
+
+
 def _named_layout(
     operation: str,
     argument: str,
@@ -170,6 +186,7 @@ def _named_layout(
                 name,
             )
     if sizes is None:
+        _refuse_tiled_width(operation, argument, ref, name)
         # A reader of flat rows needs no border between latent and rotary part.
         sizes = (512, 64) if name == "fp8_ds_mla" else (max(ref.shape[-1], 1), 0)
     layout = build_layout(operation, name, sizes[0], sizes[1], scale_format)

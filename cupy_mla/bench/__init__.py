@@ -5,6 +5,7 @@
 - `machine`: arrays, timer and baseline kernels of a device, behind protocols.
 - `baselines`, `peers`, `pipelines`: what an operation is compared with.
 - `session`: runs everything and returns a `report.Report`; `cupy_mla.cli.bench` prints it.
+- `stored`, `performance`: results kept in `results/`, and README's section about them.
 
 Nothing here imports CuPy or torch at import time.
 """

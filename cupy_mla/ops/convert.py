@@ -35,7 +35,7 @@ def convert_cache(
     src_scale, dst_scale : float or array of one float32
         The layer's scales, each needed where its cache is flat fp8.
     scale_format : {"float32", "ue8m0"}
-        How a destination of ``fp8_ds_mla`` rounds its tiles' scales.
+        How a destination of ``fp8_ds_mla`` rounds its tiles' scales; a `CacheLayout` has its own.
     slots : int32 or int64 array [n], optional
         Slots to convert; those below 0 or beyond the caches are passed over. All by default.
 

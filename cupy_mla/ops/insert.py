@@ -45,7 +45,7 @@ def concat_and_cache_mla(
     scale : float or array of one float32
         The layer's scale, needed for flat fp8 and ignored by the other layouts.
     scale_format : {"float32", "ue8m0"}
-        How ``fp8_ds_mla`` rounds its tiles' scales.
+        How ``fp8_ds_mla`` rounds its tiles' scales; a `CacheLayout` has its own.
     stream : object, optional
         A stream of the cache's device; by default the current one of the framework that owns the
         cache. None for host arrays.
@@ -150,7 +150,7 @@ def concat_and_cache_mla_grouped(
     num_blocks : int, optional
         Blocks of each cache. Without it a slot beyond the cache cannot be told, and is written.
     scale_format : {"float32", "ue8m0"}
-        How ``fp8_ds_mla`` rounds its tiles' scales.
+        How ``fp8_ds_mla`` rounds its tiles' scales; a `CacheLayout` has its own.
     stream : object, optional
         A stream of the device; by default the current one of the framework that owns `kv_c`.
 

@@ -207,3 +207,14 @@ def test_reading_in_the_dtype_of_the_cache_keeps_the_bits(backend, rng, fmt):
     expected = np.concatenate([rows, rope], axis=1)
     assert got.dtype == dtype
     assert np.array_equal(got.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_e5m2"])
+def test_tiled_rows_are_not_read_as_flat_codes(backend, fmt):
+    """A reader is told no size, so that a width of 656 could be anything: the name decides."""
+    cache = make_cache(backend, "fp8_ds_mla")
+    slots = backend.array(np.array([1]))
+    with helpers.rejected(ValueError, "read_slots", "kv_cache", "fp8_ds_mla"):
+        read_slots(cache.array, slots, fmt, 1.0)
+    wide = get_layout(fmt, kv_lora_rank=592, rope_dim=64)
+    assert backend.to_numpy(read_slots(cache.array, slots, wide, 1.0)).shape == (1, 656)

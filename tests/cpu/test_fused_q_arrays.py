@@ -31,7 +31,7 @@ def test_transposed_and_sliced_queries(backend, rng, quantize):
     whole = np.full((3, 4, 192), np.nan, oracle.BFLOAT16)
     whole[..., 128:] = query.q_pe
     changes = {
-        "ql_nope": backend.array(base).transpose(1, 0, 2),
+        "ql_nope": backend.array(base.transpose(1, 0, 2)),
         "q_pe": backend.array(whole)[..., 128:],
     }
     check(backend, query, quantize=quantize, **changes)
@@ -153,7 +153,8 @@ def test_positions_of_both_widths(backend, rng, dtype):
 def test_kinds_of_scales(backend, rng, make):
     query = make_query(rng)
     query.scale = 0.5
-    check(backend, query, q_scale=make(F32(0.5)))
+    scale = make(F32(0.5))
+    check(backend, query, q_scale=backend.array(scale) if isinstance(scale, np.ndarray) else scale)
 
 
 # --- frameworks -----------------------------------------------------------------------------------
