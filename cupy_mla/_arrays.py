@@ -354,6 +354,47 @@ def _cupy_signature(obj: Any) -> tuple[int, Any]:
     return ptr, (obj.shape, obj.strides, obj.dtype, data.device_id, ptr & 7)
 
 
+def _torch_step(a: Any, b: Any, c: Any) -> tuple[Any, int, int, int]:
+    p, q, r = a.data_ptr(), b.data_ptr(), c.data_ptr()
+    looks = (
+        a.shape,
+        a.stride(),
+        a.dtype,
+        a.device,
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.device,
+        c.shape,
+        c.stride(),
+        c.dtype,
+        c.device,
+        p & 7 | (q & 7) << 3 | (r & 7) << 6,
+    )
+    return looks, p, q, r
+
+
+def _cupy_step(a: Any, b: Any, c: Any) -> tuple[Any, int, int, int]:
+    d, e, f = a.data, b.data, c.data
+    p, q, r = d.ptr, e.ptr, f.ptr
+    looks = (
+        a.shape,
+        a.strides,
+        a.dtype,
+        d.device_id,
+        b.shape,
+        b.strides,
+        b.dtype,
+        e.device_id,
+        c.shape,
+        c.strides,
+        c.dtype,
+        f.device_id,
+        p & 7 | (q & 7) << 3 | (r & 7) << 6,
+    )
+    return looks, p, q, r
+
+
 def _no_signature(_: None) -> tuple[int, Any]:
     return 0, None
 
@@ -363,13 +404,19 @@ def _no_signature(_: None) -> tuple[int, Any]:
 SIGNATURES: dict[type, Callable[[Any], tuple[int, Any]]] = {type(None): _no_signature}
 
 
+#: The same for the three arrays of a step, all of one type, in one call.
+STEP_SIGNATURES: dict[type, Callable[[Any, Any, Any], tuple[Any, int, int, int]]] = {}
+
+
 def learn_signature(obj: Any) -> None:
     """Let `SIGNATURES` know the type of an array that `describe` knows, if it is a device's."""
     reader = _READERS.get(type(obj))
     if reader is _from_torch:
         SIGNATURES[type(obj)] = _torch_signature
+        STEP_SIGNATURES[type(obj)] = _torch_step
     elif reader is _from_cupy:
         SIGNATURES[type(obj)] = _cupy_signature
+        STEP_SIGNATURES[type(obj)] = _cupy_step
 
 
 # ---------------------------------------------------------------- new arrays

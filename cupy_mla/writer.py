@@ -211,7 +211,7 @@ class GroupedCacheWriter:
             _validate.host_stream("insert", stream)
         self._backend.insert(plan, inputs, self._target, stream)
         launch = self._backend.launcher(plan, inputs, self._target)
-        self._shortcuts.learn(launch, None, kv_c, k_pe, slot_mapping)
+        self._shortcuts.learn_step(launch, kv_c, k_pe, slot_mapping)
 
     def bind(self, kv_c: Any, k_pe: Any, slot_mapping: Any) -> Callable[..., None]:
         """Validate fixed buffers once; the returned callable inserts what they hold at each call.

@@ -107,8 +107,8 @@ def measure(
         if operation.name == "insert":
             make = functools.partial(_torch_op, operation, problem, arrays, machine)
             same_kernel = guarded(machine.notes, "torch custom op", make)
-            if same_kernel is not None:
-                add("torch custom op, same kernel", "torch", same_kernel)
+            for name, call in (same_kernel or {}).items():
+                add(name, "torch", call)
     if operation.name == "insert":
         add("cupy.RawKernel, 15 arguments", "CuPy", timer.raw_kernel_call())
         for name, alternative in instance.alternatives.items():
@@ -119,8 +119,8 @@ def measure(
 
 def _torch_op(
     operation: Operation, problem: Problem, arrays: TorchArrays, machine: Machine
-) -> Call:
-    """Return a compiled operation that launches what an insert launches; it was called once."""
+) -> dict[str, Call]:
+    """Return compiled operations that launch what an insert launches; each was called once."""
 
     def first_insert() -> Instance:
         made = operation.make(problem, arrays)
@@ -130,6 +130,13 @@ def _torch_op(
     launch = machine.timer.recorded_launch(first_insert)
     instance: Instance = launch.keep
     rows = (*split(instance.arrays["projection"]), instance.arrays["slots"])
-    call = torch_op.call(arrays.torch, rows, launch)
-    call()
-    return call
+    calls = {"torch custom op, same kernel": torch_op.call(arrays.torch, rows, launch)}
+    layout = problem.layout
+    if not layout.tile:  # the published operation knows flat rows alone
+        name = layout.name if layout.needs_scale else "auto"
+        calls["torch custom op, published arguments"] = torch_op.published_call(
+            arrays.torch, rows, instance.arrays["caches"], launch, name
+        )
+    for call in calls.values():
+        call()
+    return calls

@@ -1,6 +1,9 @@
-// A compiled torch operation that launches a kernel: what a call costs the host in the way in which
-// libraries with a build step do it. It checks what such operations check, fills in the addresses
-// in the kernel's argument and launches on torch's current stream.
+// Compiled torch operations that launch a kernel: what a call costs the host in the way in which
+// libraries with a build step do it. They check what such operations check, fill in the addresses
+// in the kernel's argument and launch on torch's current stream.
+//
+//   insert           the least that such an operation can be: three tensors and numbers
+//   insert_grouped   with the arguments and the checks of the published grouped operation
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -9,6 +12,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <optional>
+#include <string>
 
 namespace {
 
@@ -63,6 +68,53 @@ void insert(const at::Tensor& kv_c, const at::Tensor& k_pe, const at::Tensor& sl
   TORCH_CHECK(failed == 0, "insert: cuLaunchKernel failed with error ", failed);
 }
 
+// What `insert_grouped` launches; a published operation has its kernels compiled in.
+struct Recorded {
+  at::Tensor arguments;
+  std::int64_t function, grid, block_x, block_y;
+};
+
+Recorded& recorded() {
+  static Recorded launch;
+  return launch;
+}
+
+void record(const at::Tensor& arguments, std::int64_t function, std::int64_t grid,
+            std::int64_t block_x, std::int64_t block_y) {
+  recorded() = {arguments, function, grid, block_x, block_y};
+}
+
+void insert_grouped(const at::Tensor& kv_c, const at::Tensor& k_pe, const at::Tensor& cache_ptrs,
+                    const at::Tensor& slots, std::int64_t block_size, std::int64_t block_stride,
+                    std::int64_t entry_stride, const std::string& kv_cache_dtype,
+                    const std::optional<at::Tensor>& scales) {
+  TORCH_CHECK(kv_c.dim() == 3 && k_pe.dim() == 3, "insert_grouped: rows must have 3 dimensions");
+  TORCH_CHECK(cache_ptrs.dim() == 1 && cache_ptrs.size(0) == kv_c.size(0),
+              "insert_grouped: there must be a cache for each layer");
+  TORCH_CHECK(cache_ptrs.scalar_type() == at::kLong && cache_ptrs.is_contiguous(),
+              "insert_grouped: kv_cache_ptrs must be int64 and contiguous");
+  TORCH_CHECK(cache_ptrs.device() == kv_c.device(),
+              "insert_grouped: kv_cache_ptrs must be on the same device as kv_c");
+  TORCH_CHECK(block_size > 0 && block_stride >= block_size * entry_stride,
+              "insert_grouped: blocks must not overlap");
+  TORCH_CHECK(entry_stride >= kv_c.size(2) + k_pe.size(2), "insert_grouped: rows must not overlap");
+  if (kv_cache_dtype != "auto") {
+    TORCH_CHECK(
+        kv_cache_dtype == "fp8" || kv_cache_dtype == "fp8_e4m3" || kv_cache_dtype == "fp8_e5m2",
+        "insert_grouped: kv_cache_dtype must be known, got ", kv_cache_dtype);
+    TORCH_CHECK(scales.has_value() && scales->scalar_type() == at::kFloat &&
+                    scales->size(0) == kv_c.size(0) && scales->is_contiguous() &&
+                    scales->device() == kv_c.device(),
+                "insert_grouped: kv_scales must be float32, one a layer, on the same device");
+  }
+  const c10::impl::VirtualGuardImpl guard(kv_c.device().type());
+  const c10::Device before = guard.exchangeDevice(kv_c.device());
+  const Recorded& launch = recorded();
+  insert(kv_c, k_pe, slots, launch.arguments, launch.function, launch.grid, launch.block_x,
+         launch.block_y);
+  guard.uncheckedSetDevice(before);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(cupy_mla_bench, library) {
@@ -70,4 +122,11 @@ TORCH_LIBRARY(cupy_mla_bench, library) {
       "insert(Tensor kv_c, Tensor k_pe, Tensor slots, Tensor arguments, int function, int grid, "
       "int block_x, int block_y) -> ()");
   library.impl("insert", c10::DispatchKey::CompositeExplicitAutograd, &insert);
+  library.def("record(Tensor arguments, int function, int grid, int block_x, int block_y) -> ()");
+  library.impl("record", c10::DispatchKey::CompositeExplicitAutograd, &record);
+  library.def(
+      "insert_grouped(Tensor kv_c, Tensor k_pe, Tensor kv_cache_ptrs, Tensor slot_mapping, "
+      "int block_size, int block_stride, int entry_stride, str kv_cache_dtype, "
+      "Tensor? kv_scales) -> ()");
+  library.impl("insert_grouped", c10::DispatchKey::CompositeExplicitAutograd, &insert_grouped);
 }

@@ -82,9 +82,9 @@ def build(torch: ModuleType) -> Path:
 
 
 def load(torch: ModuleType) -> Any:
-    """Return the operation ``(kv_c, k_pe, slots, arguments, function, grid, x, y)``."""
+    """Return the operations; torch_op.cpp says what they are."""
     torch.ops.load_library(str(build(torch)))
-    return torch.ops.cupy_mla_bench.insert
+    return torch.ops.cupy_mla_bench
 
 
 def call(torch: ModuleType, arrays: Sequence[Any], launch: RecordedLaunch) -> Call:
@@ -98,12 +98,84 @@ def call(torch: ModuleType, arrays: Sequence[Any], launch: RecordedLaunch) -> Ca
     launch : RecordedLaunch
         Of an insert of these arrays.
     """
-    insert = load(torch)
+    insert = load(torch).insert
     arguments = torch.frombuffer(bytearray(launch.arguments), dtype=torch.uint8)
     shape = (int(launch.function), launch.grid, *launch.block)
     kv_c, k_pe, slots = arrays
 
     def run(keep: object = launch.keep) -> None:  # the launch has addresses of what is kept
         insert(kv_c, k_pe, slots, arguments, *shape)
+
+    return run
+
+
+def published_call(
+    torch: ModuleType,
+    arrays: Sequence[Any],
+    caches: Sequence[Any],
+    launch: RecordedLaunch,
+    kv_cache_dtype: str,
+) -> Call:
+    """Return a call with the arguments of the published grouped operation, which it checks.
+
+    Parameters
+    ----------
+    torch : module
+    arrays : (tensor, tensor, tensor)
+        kv_c, k_pe and slots, on the device.
+    caches : sequence of tensor
+        Of equal shapes and strides.
+    launch : RecordedLaunch
+        Of an insert of these arrays.
+    kv_cache_dtype : str
+        "auto" or the name of a flat fp8 layout.
+    """
+    operations = load(torch)
+    arguments = torch.frombuffer(bytearray(launch.arguments), dtype=torch.uint8)
+    operations.record(arguments, int(launch.function), launch.grid, *launch.block)
+    insert_grouped = operations.insert_grouped
+    kv_c, k_pe, slots = arrays
+    device = kv_c.device
+    pointers = torch.tensor([cache.data_ptr() for cache in caches], device=device)
+    scales = None if kv_cache_dtype == "auto" else torch.ones(len(caches), device=device)
+    block_stride, entry_stride = caches[0].stride(0), caches[0].stride(1)
+    block_size = caches[0].shape[1]
+
+    # Such operations are called through a function of Python that names their arguments.
+    def concat_and_cache(
+        kv_c: Any,
+        k_pe: Any,
+        kv_cache_ptrs: Any,
+        slot_mapping: Any,
+        block_size: int,
+        block_stride: int,
+        entry_stride: int,
+        kv_cache_dtype: str,
+        kv_scales: Any,
+    ) -> None:
+        insert_grouped(
+            kv_c,
+            k_pe,
+            kv_cache_ptrs,
+            slot_mapping,
+            block_size,
+            block_stride,
+            entry_stride,
+            kv_cache_dtype,
+            kv_scales,
+        )
+
+    def run(keep: object = (launch.keep, caches)) -> None:
+        concat_and_cache(
+            kv_c,
+            k_pe,
+            pointers,
+            slots,
+            block_size,
+            block_stride,
+            entry_stride,
+            kv_cache_dtype,
+            scales,
+        )
 
     return run
