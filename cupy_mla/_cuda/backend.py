@@ -138,7 +138,7 @@ class CudaBackend(CudaFused, CudaReads):
             return None
         prepared = self._prepared(plan, target)
         if isinstance(target, CallTarget):
-            return _with_pair(prepared.run, ONE_CACHE, current_stream)
+            return prepared.with_pair(current_stream, ONE_CACHE)
         return prepared.by_address(current_stream)
 
     def bound_launcher(
@@ -188,8 +188,7 @@ class CudaBackend(CudaFused, CudaReads):
         current_stream = self._only_stream(inputs, [*inputs.arrays(), *pointers.arrays()])
         if current_stream is None:
             return None
-        run = self._prepared_grouped(plan, pointers).run
-        return _with_pair(run, ALL_CACHES, current_stream)
+        return self._prepared_grouped(plan, pointers).with_pair(current_stream, ALL_CACHES)
 
     def warmup(self, target: CudaTarget) -> None:
         """Compile what inserts into these layers need, for each input dtype that they take."""
@@ -220,12 +219,3 @@ def _known(
             known.clear()
         known[key] = prepared
     return prepared
-
-
-def _with_pair(
-    run: Callable[..., None], offset: int, current_stream: Callable[[], int]
-) -> Callable[..., None]:
-    def launch(kv_c: int, k_pe: int, caches: int, slots: int, scales: int) -> None:
-        run(kv_c, k_pe, slots, current_stream(), (offset, caches, scales))
-
-    return launch

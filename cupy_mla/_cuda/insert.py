@@ -81,6 +81,29 @@ class _Launch:
 
         return run
 
+    def with_pair(
+        self, current_stream: Callable[[], int], offset: int
+    ) -> Callable[[int, int, int, int, int], None]:
+        """Return the launch by the addresses of kv_c, k_pe, caches, slots and scales.
+
+        `offset` is `ONE_CACHE` or `ALL_CACHES`.
+        """
+        free, template, launch = self._free, self._template, self._launch
+        pack, pack_pair = _HEAD.pack_into, _PAIR.pack_into
+        a, b, c, d, e, f = self._strides
+
+        def run(kv_c: int, k_pe: int, caches: int, slots: int, scales: int) -> None:
+            try:
+                arguments = free.pop()
+            except IndexError:
+                arguments = Arguments(template)
+            pack(arguments.buffer, 0, kv_c, a, b, k_pe, c, d, slots, e, f)
+            pack_pair(arguments.buffer, offset, caches, scales)
+            launch(arguments, current_stream())
+            free.append(arguments)
+
+        return run
+
     def fixed(
         self, current_stream: Callable[[], int], addresses: tuple[int, int, int]
     ) -> Callable[[], None]:
@@ -155,29 +178,31 @@ class PreparedInsert:
 
     def by_address(self, current_stream: Callable[[], int]) -> Callable[[int, int, int], None]:
         """Return what launches by the addresses of kv_c, k_pe and slots, which is no list."""
-        runs = [launch.by_address(current_stream) for launch in self._launches]
-        if len(runs) == 1:
-            return runs[0]
+        return _together([launch.by_address(current_stream) for launch in self._launches])
 
-        def run(kv_c: int, k_pe: int, slots: int) -> None:
-            for one in runs:
-                one(kv_c, k_pe, slots)
-
-        return run
+    def with_pair(
+        self, current_stream: Callable[[], int], offset: int
+    ) -> Callable[[int, int, int, int, int], None]:
+        """Return what launches by the addresses of kv_c, k_pe, caches, slots and scales."""
+        return _together([launch.with_pair(current_stream, offset) for launch in self._launches])
 
     def fixed(
         self, current_stream: Callable[[], int], addresses: tuple[int, int, int]
     ) -> Callable[[], None]:
         """Return what launches with these addresses, without a list of slots."""
-        runs = [launch.fixed(current_stream, addresses) for launch in self._launches]
-        if len(runs) == 1:
-            return runs[0]
+        return _together([launch.fixed(current_stream, addresses) for launch in self._launches])
 
-        def run() -> None:
-            for one in runs:
-                one()
 
-        return run
+def _together(runs: list[Callable[..., None]]) -> Callable[..., None]:
+    """Return the only one, or all of them one after the other."""
+    if len(runs) == 1:
+        return runs[0]
+
+    def run(*addresses: int) -> None:
+        for one in runs:
+            one(*addresses)
+
+    return run
 
 
 def prepare(device: Device, plan: InsertPlan, target: CudaTarget | CallTarget) -> PreparedInsert:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from cupy_mla import (
     read_slots,
 )
 from tests import oracle
+from tests.gpu import ptx75
 from tests.gpu.frameworks import cupy, torch
 from tests.gpu.test_graphs_and_streams import busy
 
@@ -23,6 +26,16 @@ OUTPUTS = ("bfloat16", "float16", "float32")
 every_format = pytest.mark.parametrize("fmt", FORMATS)
 every_output = pytest.mark.parametrize("output", OUTPUTS)
 SCALE = 0.37
+
+
+@pytest.fixture(params=["own", "sm_75"])
+def target(request):
+    """The GPU's own instructions, and the software paths of older ones."""
+    with ptx75.installed() if request.param == "sm_75" else contextlib.nullcontext():
+        yield
+
+
+every_target = pytest.mark.usefixtures("target")
 
 
 def storage(fmt):
@@ -89,6 +102,7 @@ def test_64_requests_of_2048_tokens(fmt, output):
     assert_same_bits(to_numpy(got), want)
 
 
+@every_target
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
 @every_output
 def test_every_16_bit_number(source, output):
@@ -99,6 +113,7 @@ def test_every_16_bit_number(source, output):
     assert_same_bits(to_numpy(got), want)
 
 
+@every_target
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
 @every_output
 def test_every_code_with_scales_of_every_size(fmt, output):
@@ -111,6 +126,7 @@ def test_every_code_with_scales_of_every_size(fmt, output):
         assert_same_bits(to_numpy(read_slots(cache, slot, fmt, live, out_dtype=output)), want)
 
 
+@every_target
 @pytest.mark.parametrize("source", FORMATS[:6])
 @pytest.mark.parametrize("destination", FORMATS[:6])
 @pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
