@@ -89,7 +89,7 @@ def insert_shape(
     # A block's preparations pay off over several rows a thread, but only where there are more
     # blocks than run at a time; a block's threads look up the slots of all its tokens at once.
     turns = 1
-    while turns < min(specialisation.input.most_turns, lanes) and (
+    while 2 * turns <= min(specialisation.input.most_turns, lanes) and (
         blocks(rows * turns) > _WAVE_BLOCKS * turns**2 * sm_count
     ):
         turns *= 2
