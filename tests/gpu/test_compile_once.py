@@ -33,10 +33,11 @@ def run(cache_dir: Path, root: Path, script: str = SCRIPT) -> subprocess.Complet
     environment = {
         **os.environ,
         "CUPY_CACHE_DIR": str(cache_dir),
-        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
+    # In that folder: Python looks for modules in the current one first.
     return subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=root
     )
 
 
