@@ -44,8 +44,8 @@ class Backend(FusedBackend, Protocol):
     ) -> Target:
         """Make the lasting state of a writer."""
 
-    def call_target(self, cache: ArrayRef, plan: CachePlan, scale: Scale) -> Target:
-        """Make the passing state of a single call."""
+    def call_target(self, cache: ArrayRef, plan: CachePlan, scale: Scale) -> Any:
+        """Make the passing state of a single call, which only the backend looks into."""
 
     def insert(
         self, plan: InsertPlan, inputs: InsertInputs, target: Target, stream: object

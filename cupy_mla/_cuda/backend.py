@@ -113,7 +113,7 @@ class CudaBackend(CudaFused, CudaReads):
         self,
         plan: InsertPlan,
         inputs: InsertInputs,
-        target: CudaTarget | CallTarget,
+        target: Any,
         stream: object,
     ) -> None:
         """Store rows."""
@@ -129,7 +129,7 @@ class CudaBackend(CudaFused, CudaReads):
         )
 
     def launcher(
-        self, plan: InsertPlan, inputs: InsertInputs, target: CudaTarget | CallTarget
+        self, plan: InsertPlan, inputs: InsertInputs, target: Any
     ) -> Callable[..., None] | None:
         """Return what stores rows by addresses alone, for all arrays that look like these."""
         arrays = [*target.arrays(), *inputs.arrays()]
@@ -142,7 +142,7 @@ class CudaBackend(CudaFused, CudaReads):
         return prepared.by_address(current_stream)
 
     def bound_launcher(
-        self, plan: InsertPlan, inputs: InsertInputs, target: CudaTarget
+        self, plan: InsertPlan, inputs: InsertInputs, target: Any
     ) -> Callable[[], None] | None:
         """Return what stores what these arrays hold, at each call."""
         current_stream = self._only_stream(inputs, [*target.arrays(), *inputs.arrays()])
@@ -190,7 +190,7 @@ class CudaBackend(CudaFused, CudaReads):
             return None
         return self._prepared_grouped(plan, pointers).with_pair(current_stream, ALL_CACHES)
 
-    def warmup(self, target: CudaTarget) -> None:
+    def warmup(self, target: Any) -> None:
         """Compile what inserts into these layers need, for each input dtype that they take."""
         for group in target.groups:
             for dtype in group.layout.input_dtypes:

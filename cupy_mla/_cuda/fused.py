@@ -67,7 +67,7 @@ class CudaFused(ABC):
         return ref
 
     def insert_context(
-        self, plan: ContextPlan, inputs: ContextInputs, target: CudaTarget, stream: object
+        self, plan: ContextPlan, inputs: ContextInputs, target: Any, stream: object
     ) -> None:
         """Norm, rotate and store one projection in the caches of all layers of a writer."""
         listed = isinstance(inputs.slots, tuple)
@@ -110,7 +110,7 @@ class CudaFused(ABC):
         return NormRopeTarget(self.device, plan, layer, lasting=lasting)
 
     def norm_rope(
-        self, plan: NormRopePlan, inputs: NormRopeInputs, target: NormRopeTarget, stream: object
+        self, plan: NormRopePlan, inputs: NormRopeInputs, target: Any, stream: object
     ) -> Any:
         """Norm, rotate and store a step; return the normed query."""
         known = self._fused if target.prepared is None else target.prepared
@@ -133,7 +133,7 @@ class CudaFused(ABC):
             )
         return out.owner
 
-    def warmup_norm_rope(self, plan: NormRopeLayerPlan, target: NormRopeTarget) -> None:
+    def warmup_norm_rope(self, plan: NormRopeLayerPlan, target: Any) -> None:
         """Compile what steps of a layer need, for each input dtype that they may have."""
         given = (
             dtypes.INPUT_DTYPES if plan.mla_cache is None else plan.mla_cache.layout.input_dtypes

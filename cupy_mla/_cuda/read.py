@@ -176,7 +176,7 @@ class CudaReads(ABC):
         return ref
 
     def read_slots(
-        self, plan: ReadPlan, slots: ArrayRef, target: CallTarget, like: ArrayRef, stream: object
+        self, plan: ReadPlan, slots: ArrayRef, target: Any, like: ArrayRef, stream: object
     ) -> Any:
         """Read rows back into a new array of the framework of `like`, or CuPy's."""
         prepared = self._prepared_read(
@@ -192,7 +192,7 @@ class CudaReads(ABC):
         self,
         plan: GatherPlan,
         arrays: BlockTable,
-        target: CallTarget,
+        target: Any,
         out: ArrayRef | None,
         like: ArrayRef,
         stream: object,
@@ -235,7 +235,7 @@ class CudaReads(ABC):
         self,
         plan: IndexerGatherPlan,
         arrays: BlockTable,
-        target: CallTarget,
+        target: Any,
         codes: ArrayRef,
         scales: ArrayRef,
         stream: object,
@@ -252,8 +252,8 @@ class CudaReads(ABC):
         self,
         plan: ConvertPlan,
         slots: ArrayRef | None,
-        source: CallTarget,
-        destination: CallTarget,
+        source: Any,
+        destination: Any,
         stream: object,
     ) -> None:
         """Write rows of one cache to the same slots of another."""
@@ -269,7 +269,7 @@ class CudaReads(ABC):
         used = [*destination.arrays(), *source.arrays(), *([] if slots is None else [slots])]
         self._launch(plan.operation, prepared, addresses, used, destination.caches[0], stream)
 
-    def host_rows(self, target: CallTarget, slots: Array) -> Array:
+    def host_rows(self, target: Any, slots: Array) -> Array:
         """Copy rows to the host as they are: uint8 ``[n, row_bytes]``, after waiting."""
         layout, cache = target.plan.layout, target.caches[0]
         rows = np.empty((slots.size, layout.row_bytes), np.uint8)
