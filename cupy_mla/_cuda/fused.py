@@ -29,7 +29,6 @@ from .compiler import load
 from .device import Device, Memory
 from .norm_rope import NormRopeTarget
 from .prepared import Known
-from .target import CudaTarget
 
 
 class CudaFused(ABC):
