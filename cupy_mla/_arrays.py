@@ -7,6 +7,7 @@ by DLPack, ``__cuda_array_interface__`` or ``__array_interface__``. Nothing here
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -154,6 +155,8 @@ def describe(obj: Any) -> ArrayRef | None:
     """
     if isinstance(obj, ArrayRef):
         return obj
+    if isinstance(obj, type):  # np.ndarray itself has __dlpack__, unbound
+        return None
     kind = type(obj)
     reader = _READERS.get(kind)
     if reader is None:
@@ -181,8 +184,10 @@ def _reader_for(kind: type) -> Callable[[Any], ArrayRef | None] | None:
 def _from_numpy(obj: Any) -> ArrayRef | None:
     if not isinstance(obj, np.ndarray):
         return None
+    if isinstance(obj, np.ma.MaskedArray):
+        raise UnusableArray("be an array without a mask", "a masked array")
     return ArrayRef(
-        obj,
+        obj.view(np.ndarray),  # a subclass may index and multiply in ways of its own
         obj.__array_interface__["data"][0],
         obj.shape,
         obj.strides,
@@ -234,7 +239,8 @@ def _from_torch(obj: Any) -> ArrayRef | None:
         raise UnusableArray("lie in memory as its values are (see torch.resolve_neg)", got)
     dtype = _torch_dtype(obj.dtype)
     return ArrayRef(
-        obj,
+        # An alias: `obj.data = other` and `obj.set_(other)` leave it with its storage.
+        obj.detach(),
         obj.data_ptr(),
         tuple(obj.shape),
         tuple(step * dtype.itemsize for step in obj.stride()),
@@ -281,27 +287,27 @@ def _from_protocol(obj: Any) -> ArrayRef | None:
 
 
 def _from_interface(obj: Any, interface: dict[str, Any], on_device: bool) -> ArrayRef:
-    # torch shows bfloat16 as "<f2" or "<V2" in some versions: the object's own dtype is right.
-    own = getattr(obj, "dtype", None)
-    dtype = dtypes.named(str(own).rpartition(".")[2]) if own is not None else None
-    if dtype is None:
+    try:
+        shape = tuple(operator.index(extent) for extent in interface["shape"])
+        ptr, read_only = interface["data"]
         dtype = np.dtype(interface["typestr"])
-    shape = tuple(interface["shape"])
-    ptr, read_only = interface["data"]
-    strides = interface.get("strides")
-    device: DeviceId | None = CPU
-    if on_device:
-        device = _device_of_interface(obj, ptr)
-    return ArrayRef(
-        obj,
-        ptr or 0,
-        shape,
-        packed_strides(shape, dtype.itemsize) if strides is None else tuple(strides),
-        dtype,
-        device,
-        not read_only,
-        "interface",
-    )
+        strides = interface.get("strides")
+        if strides is None:
+            strides = packed_strides(shape, dtype.itemsize)
+        strides = tuple(operator.index(step) for step in strides)
+        ptr = operator.index(ptr or 0)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnusableArray("have a complete array interface", f"{error!r}") from error
+    if len(strides) != len(shape):
+        raise UnusableArray("have as many strides as axes", f"{len(strides)} for {len(shape)}")
+    # torch shows bfloat16 as "<f2" or "<V2" in some versions: the object's own dtype is right, if
+    # it speaks of elements of that size.
+    own = getattr(obj, "dtype", None)
+    named = dtypes.named(str(own).rpartition(".")[2]) if own is not None else None
+    if named is not None and named.itemsize == dtype.itemsize:
+        dtype = named
+    device = _device_of_interface(obj, ptr) if on_device else CPU
+    return ArrayRef(obj, ptr, shape, strides, dtype, device, not read_only, "interface")
 
 
 #: Asks the driver which device owns a pointer; set by the CUDA backend when it starts.

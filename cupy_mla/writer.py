@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _layers, _validate, backends
-from ._arrays import CPU, ArrayRef, DeviceId
+from ._arrays import CPU, ArrayRef, DeviceId, describe
 from ._plan import CachePlan, InsertInputs, InsertPlan, Target
 from ._shortcuts import Shortcuts
 from .errors import reject_type, reject_value
@@ -27,9 +27,10 @@ class GroupedCacheWriter:
 
     Parameters
     ----------
-    kv_caches : sequence of L arrays
+    kv_caches : list or tuple of L arrays
         ``[num_blocks, block_size, width]`` each, with its own number of blocks, block size and
-        strides, all on one device.
+        strides, all on one device. Their memory is held: give a tensor whose storage was replaced
+        (``.data =``, a reload of weights) again by `rebind`, a scale by `update_scales`.
     kv_cache_dtype : str, CacheLayout, or a sequence of L of them
         See `get_layout`; ``auto`` is the dtype of each cache.
     kv_scales : None, sequence of L, or float32 array [L]
@@ -316,9 +317,13 @@ class GroupedCacheWriter:
             return
         own = self._context
         if norm_weight is None and own.norm_weight is not None:
-            norm_weight, eps = own.norm_weight, own.eps
+            norm_weight, eps = own.norm_weight.owner, own.eps
         if cos_sin_cache is None and own.cos_sin_cache is not None:
             cos_sin_cache, is_neox = own.cos_sin_cache, own.is_neox
+        options = ("insert_context", eps, is_neox, rounding)
+        arrays = (kv, positions, slot_mapping, norm_weight, cos_sin_cache)
+        if stream is None and self._shortcuts.run(options, *arrays):
+            return
         plan, inputs = _validate.context(
             "insert_context",
             kv,
@@ -337,6 +342,8 @@ class GroupedCacheWriter:
         if plan.device.kind == "cpu":
             _validate.host_stream(plan.operation, stream)
         self._backend.insert_context(plan, inputs, self._target, stream)
+        launch = self._backend.context_launcher(plan, inputs, self._target)
+        self._shortcuts.learn(launch, options, *arrays)
 
     def rebind(self, kv_caches: Sequence[Any]) -> None:
         """Write to other caches from now on: bound callables and captured graphs follow.
@@ -485,10 +492,17 @@ def _layer_list(
     operation: str, argument: str, value: Any, num_layers: int | None = None
 ) -> list[Any]:
     """Return one entry a layer."""
+    # A set has no order, and the first axis of one array is as likely its blocks as its layers.
+    if isinstance(value, (set, frozenset, dict, str)) or describe(value) is not None:
+        reject_type(
+            operation, argument, "be a list or tuple with one entry a layer", type(value).__name__
+        )
     try:
         entries = list(value)
     except TypeError:
-        reject_type(operation, argument, "be a sequence with one entry a layer", type(value))
+        reject_type(
+            operation, argument, "be a list or tuple with one entry a layer", type(value).__name__
+        )
     if num_layers is not None and len(entries) != num_layers:
         reject_value(
             operation, argument, f"have one entry for each of {num_layers} layers", len(entries)
