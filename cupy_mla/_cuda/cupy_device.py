@@ -24,7 +24,10 @@ Array = np.ndarray[Any, Any]
 #: One tuple for all sources: CuPy pays 25-40 ms for each new one.
 OPTIONS = ("--std=c++17",)
 
-_INSTALL = 'pip install "cupy-mla[cuda12x]" (CUDA 12) or pip install "cupy-mla[cuda13x]" (CUDA 13)'
+_INSTALL = (
+    'pip install "cupy-mla[cuda12x]" (CUDA 12) or pip install "cupy-mla[cuda13x]" (CUDA 13); '
+    'in a checkout pip install ".[cuda12x]" or ".[cuda13x]"'
+)
 
 #: Distributions that all install the module cupy, and overwrite each other.
 _WHEELS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")

@@ -138,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         Exit status.
     """
+    if sys.stdout is None:  # closed by the caller: `cupy-mla ... >&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it stays for as long as the process
     try:
         code = _run(argv)
         sys.stdout.flush()
@@ -147,4 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_stdout()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, say
+        _drop_stdout()
+        sys.stderr.write(f"cupy-mla: error: {error}\n")
+        return EXIT_USAGE
     return code
