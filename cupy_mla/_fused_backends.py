@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,6 +64,17 @@ class FusedBackend(Protocol):
         the inputs have a q_c_out is not looked at.
         """
 
+    def norm_rope_launcher(
+        self, plan: NormRopePlan, inputs: NormRopeInputs, target: Any
+    ) -> Callable[..., Any] | None:
+        """Return what does steps by addresses alone, for all arrays that look like these.
+
+        It takes the addresses of a step's arrays in the order of `NormRopeInputs`, and those of
+        `NormRopeLayer` (cache before scale) too if the target serves one call; 0 for none. It
+        returns the normed query as a new array where there is no address for it. None where a
+        step has more to do than to launch.
+        """
+
     def warmup_norm_rope(self, plan: NormRopeLayerPlan, target: Any) -> None:
         """Make everything ready that a first call would otherwise have to."""
 
@@ -77,15 +88,38 @@ class FusedBackend(Protocol):
         inputs have is not looked at.
         """
 
+    def fused_q_launcher(
+        self, plan: FusedQPlan, inputs: FusedQInputs
+    ) -> Callable[..., tuple[Any, Any, Any]] | None:
+        """Return what works on queries by addresses alone, for all arrays that look like these.
+
+        It takes the addresses of positions, q_pe, its table, index_q, its table, ql_nope, q_scale
+        and index_weights, then of the outputs that `fused_q` returns; 0 for none. It returns new
+        arrays for those without an address.
+        """
+
     def insert_indexer(
         self, plan: IndexerInsertPlan, inputs: IndexerInsertInputs, stream: object
     ) -> None:
         """Store rows in an indexer cache."""
 
+    def indexer_launcher(
+        self, plan: IndexerInsertPlan, inputs: IndexerInsertInputs
+    ) -> Callable[..., None] | None:
+        """Return what stores keys by the addresses of k, the cache and slots."""
+
     def insert_context(
         self, plan: ContextPlan, inputs: ContextInputs, target: Any, stream: object
     ) -> None:
         """Norm, rotate and store one projection in the caches of all layers of a writer."""
+
+    def context_launcher(
+        self, plan: ContextPlan, inputs: ContextInputs, target: Any
+    ) -> Callable[..., None] | None:
+        """Return what stores projections by the addresses of the arrays of `ContextInputs`.
+
+        None where slots are a list, too.
+        """
 
     def stack(self, rows: Sequence[ArrayRef]) -> ArrayRef:
         """Copy vectors of one length and dtype into a new array ``[len(rows), length]``."""
@@ -107,6 +141,9 @@ class NumpyFused:
         out = _output(inputs.q_c_out, (plan.tokens, plan.q_c.width), plan.input_dtype)
         fused.norm_rope(plan, inputs, target, out)
         return None if inputs.q_c_out else _arrays.in_framework_of(out, inputs.q_c)
+
+    def norm_rope_launcher(self, plan: NormRopePlan, inputs: NormRopeInputs, target: Any) -> None:
+        """Nothing is launched here."""
 
     def warmup_norm_rope(self, plan: NormRopeLayerPlan, target: Any) -> None:
         """Nothing is compiled here."""
@@ -138,6 +175,15 @@ class NumpyFused:
             )
         ]
         return made[0], made[1], made[2]
+
+    def fused_q_launcher(self, plan: FusedQPlan, inputs: FusedQInputs) -> None:
+        """Nothing is launched here."""
+
+    def indexer_launcher(self, plan: IndexerInsertPlan, inputs: IndexerInsertInputs) -> None:
+        """Nothing is launched here."""
+
+    def context_launcher(self, plan: ContextPlan, inputs: ContextInputs, target: Any) -> None:
+        """Nothing is launched here."""
 
     def insert_indexer(
         self, plan: IndexerInsertPlan, inputs: IndexerInsertInputs, stream: object

@@ -14,10 +14,15 @@ from typing import Any
 
 from . import _arrays
 
-Launch = Callable[..., None]
+Launch = Callable[..., Any]
 
 #: A service sees a few dozen shapes at a time, not thousands.
 _MOST = 4096
+
+
+def by_kind(value: Any) -> tuple[float | None, Any]:
+    """Return what may be a number or an array as both: one of them is None."""
+    return (value, None) if type(value) is float else (None, value)
 
 
 class Shortcuts:
@@ -28,8 +33,8 @@ class Shortcuts:
     def __init__(self) -> None:
         self._launches: dict[Any, Launch] = {}
 
-    def run(self, options: Any, *arrays: Any) -> bool:
-        """Launch with these arrays' addresses, if such a call is known; say whether it is.
+    def find(self, options: Any, *arrays: Any) -> tuple[Launch, list[int]] | None:
+        """Return how such a call is launched and these arrays' addresses, if it is known.
 
         Parameters
         ----------
@@ -38,13 +43,21 @@ class Shortcuts:
         *arrays : array or None
         """
         if not self._launches:
-            return False
+            return None
         try:
             found = [_arrays.SIGNATURES[type(obj)](obj) for obj in arrays]
             launch = self._launches[(options, *[looks for _, looks in found])]
         except (KeyError, TypeError):  # an unknown type, call, or option that cannot be hashed
+            return None
+        return launch, [address for address, _ in found]
+
+    def run(self, options: Any, *arrays: Any) -> bool:
+        """Launch with these arrays' addresses, if such a call is known; say whether it is."""
+        found = self.find(options, *arrays)
+        if found is None:
             return False
-        launch(*[address for address, _ in found])
+        launch, addresses = found
+        launch(*addresses)
         return True
 
     def run_step(self, kv_c: Any, k_pe: Any, slots: Any) -> bool:

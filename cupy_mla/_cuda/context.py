@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,21 @@ class PreparedContext:
                     for place, ref in enumerate(slots)
                 ]
                 launch.run(addresses, stream, places)
+
+    def by_address(self, current_stream: Callable[[], int]) -> Callable[..., None]:
+        """Return what launches by the addresses of kv, positions, slots, weights and table.
+
+        Not for a list of slots.
+        """
+        runs = [launch.by_address(current_stream) for launch, _ in self._launches]
+        if len(runs) == 1:
+            return runs[0]
+
+        def run(*addresses: int) -> None:
+            for one in runs:
+                one(*addresses)
+
+        return run
 
 
 def prepare(

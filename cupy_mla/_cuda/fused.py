@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,11 @@ from cupy_mla.dtypes import DType
 
 from . import context, indexer, norm_rope, query
 from .compiler import load
+from .context import PreparedContext
 from .device import Device, Memory
 from .norm_rope import NormRopeTarget
-from .prepared import Known
+from .prepared import Known, PreparedLaunch
+from .target import CudaTarget
 
 
 class CudaFused(ABC):
@@ -65,24 +68,44 @@ class CudaFused(ABC):
             raise TypeError(f"{type(array).__name__} is no array")
         return ref
 
-    def insert_context(
-        self, plan: ContextPlan, inputs: ContextInputs, target: Any, stream: object
-    ) -> None:
-        """Norm, rotate and store one projection in the caches of all layers of a writer."""
+    def _stream_of_all(self, arrays: Iterable[ArrayRef]) -> Callable[[], int] | None:
+        """Return what finds the stream of a call that has nothing to order; None for others."""
+        frameworks = {ref.framework for ref in arrays}
+        if frameworks not in ({"cupy"}, {"torch"}):
+            return None
+        return self.device.stream_getter(frameworks.pop())
+
+    def _context(
+        self, plan: ContextPlan, inputs: ContextInputs, target: CudaTarget
+    ) -> PreparedContext:
         listed = isinstance(inputs.slots, tuple)
-        prepared = target.prepared.get((plan, listed))
+        prepared: PreparedContext | None = target.prepared.get((plan, listed))
         if prepared is None:
             prepared = context.prepare(self.device, plan, target, listed=listed)
             target.prepared[plan, listed] = prepared
-        slots = inputs.slots if isinstance(inputs.slots, tuple) else (inputs.slots,)
-        given = (inputs.kv, inputs.positions, inputs.weight, inputs.table, *slots)
+        return prepared
+
+    def insert_context(
+        self, plan: ContextPlan, inputs: ContextInputs, target: CudaTarget, stream: object
+    ) -> None:
+        """Norm, rotate and store one projection in the caches of all layers of a writer."""
+        prepared = self._context(plan, inputs, target)
         self._run(
             plan.operation,
             lambda pointer: prepared.run(inputs, pointer),
-            [*target.arrays(), *(ref for ref in given if ref is not None)],
+            [*target.arrays(), *_context_arrays(inputs)],
             target.caches[0],
             stream,
         )
+
+    def context_launcher(
+        self, plan: ContextPlan, inputs: ContextInputs, target: CudaTarget
+    ) -> Callable[..., None] | None:
+        """Return what stores projections by addresses, for all arrays that look like these."""
+        stream = self._stream_of_all([*target.arrays(), *_context_arrays(inputs)])
+        if stream is None or isinstance(inputs.slots, tuple):
+            return None
+        return self._context(plan, inputs, target).by_address(stream)
 
     def stack(self, rows: Sequence[ArrayRef]) -> ArrayRef:
         """Copy vectors of one length and dtype into a new array ``[len(rows), length]``."""
@@ -108,15 +131,19 @@ class CudaFused(ABC):
         """Make the state of a layer; one that is not `lasting` serves one call, counts nothing."""
         return NormRopeTarget(self.device, plan, layer, lasting=lasting)
 
-    def norm_rope(
-        self, plan: NormRopePlan, inputs: NormRopeInputs, target: Any, stream: object
-    ) -> Any:
-        """Norm, rotate and store a step; return the normed query."""
+    def _norm_rope(self, plan: NormRopePlan, target: NormRopeTarget) -> PreparedLaunch | None:
         known = self._fused if target.prepared is None else target.prepared
-        prepared = known.get(
+        found: PreparedLaunch | None = known.get(
             (plan, target.scale_number()),
             lambda: norm_rope.prepare(self.device, plan, target),
         )
+        return found
+
+    def norm_rope(
+        self, plan: NormRopePlan, inputs: NormRopeInputs, target: NormRopeTarget, stream: object
+    ) -> Any:
+        """Norm, rotate and store a step; return the normed query."""
+        prepared = self._norm_rope(plan, target)
         out = inputs.q_c_out
         if out is None:
             out = self._new((plan.tokens, plan.q_c.width), plan.input_dtype, inputs.q_c)
@@ -132,6 +159,24 @@ class CudaFused(ABC):
             )
         return out.owner
 
+    def norm_rope_launcher(
+        self, plan: NormRopePlan, inputs: NormRopeInputs, target: NormRopeTarget
+    ) -> Callable[..., Any] | None:
+        """Return what does steps by addresses, for all arrays that look like these."""
+        outs = [] if inputs.q_c_out is None else [inputs.q_c_out]
+        stream = self._stream_of_all([*target.arrays(), *norm_rope.step_arrays(inputs), *outs])
+        prepared = self._norm_rope(plan, target)
+        if stream is None or prepared is None:
+            return None
+        like = replace(inputs.q_c, owner=None)
+        launch = norm_rope.by_address(
+            plan,
+            prepared,
+            stream,
+            lambda: self._new((plan.tokens, plan.q_c.width), plan.input_dtype, like),
+        )
+        return launch if target.prepared is None else norm_rope.of_layer(launch, target)
+
     def warmup_norm_rope(self, plan: NormRopeLayerPlan, target: Any) -> None:
         """Compile what steps of a layer need, for each input dtype that they may have."""
         given = (
@@ -140,49 +185,58 @@ class CudaFused(ABC):
         for dtype in given:
             load(self.device, *norm_rope.specialisation(plan, dtype.name))
 
+    def _query(self, plan: FusedQPlan, inputs: FusedQInputs) -> PreparedLaunch | None:
+        scale = None if isinstance(inputs.q_scale, ArrayRef) else inputs.q_scale
+        found: PreparedLaunch | None = self._fused.get(
+            (plan, scale), lambda: query.prepare(self.device, plan, scale)
+        )
+        return found
+
     def fused_q(
         self, plan: FusedQPlan, inputs: FusedQInputs, stream: object
     ) -> tuple[Any, Any, Any]:
         """Rotate and quantise queries; return index_q, its weights and mqa_q."""
-        scale = None if isinstance(inputs.q_scale, ArrayRef) else inputs.q_scale
-        prepared = self._fused.get((plan, scale), lambda: query.prepare(self.device, plan, scale))
+        prepared = self._query(plan, inputs)
         outs = [
             self._new(*wanted, inputs.q_pe) if given is None and wanted is not None else given
-            for given, wanted in zip(
-                (inputs.mqa_q_out, inputs.index_q_out, inputs.index_weights_out),
-                query.outputs(plan),
-                strict=True,
-            )
+            for given, wanted in zip(query.given_outputs(inputs), query.outputs(plan), strict=True)
         ]
         mqa, index_q, weights = outs
         if prepared is not None and mqa is not None:
             addresses = query.addresses(inputs, mqa, index_q, weights)
-            given = (
-                inputs.q_pe,
-                inputs.positions,
-                inputs.q_table,
-                inputs.ql_nope,
-                inputs.q_scale,
-                inputs.index_q,
-                inputs.index_table,
-                inputs.index_weights,
-                *outs,
-            )
             self._run(
                 plan.operation,
                 lambda pointer: prepared.run(addresses, pointer),
-                [ref for ref in given if isinstance(ref, ArrayRef)],
+                [*query.arrays(inputs), *(ref for ref in outs if ref is not None)],
                 inputs.q_pe,
                 stream,
             )
         made = [None if ref is None else ref.owner for ref in (index_q, weights, mqa)]
         return made[0], made[1], made[2]
 
+    def fused_q_launcher(
+        self, plan: FusedQPlan, inputs: FusedQInputs
+    ) -> Callable[..., tuple[Any, Any, Any]] | None:
+        """Return what works on queries by addresses, for all arrays that look like these."""
+        outs = [ref for ref in query.given_outputs(inputs) if ref is not None]
+        stream = self._stream_of_all([*query.arrays(inputs), *outs])
+        prepared = self._query(plan, inputs)
+        if stream is None or prepared is None:
+            return None
+        like = replace(inputs.q_pe, owner=None)
+        return query.by_address(plan, prepared, stream, lambda wanted: self._new(*wanted, like))
+
+    def _indexer(self, plan: IndexerInsertPlan) -> PreparedLaunch | None:
+        found: PreparedLaunch | None = self._fused.get(
+            plan, lambda: indexer.prepare(self.device, plan)
+        )
+        return found
+
     def insert_indexer(
         self, plan: IndexerInsertPlan, inputs: IndexerInsertInputs, stream: object
     ) -> None:
         """Store rows in an indexer cache."""
-        prepared = self._fused.get(plan, lambda: indexer.prepare(self.device, plan))
+        prepared = self._indexer(plan)
         if prepared is None:
             return
         addresses = indexer.addresses(plan, inputs)
@@ -193,3 +247,20 @@ class CudaFused(ABC):
             inputs.cache,
             stream,
         )
+
+    def indexer_launcher(
+        self, plan: IndexerInsertPlan, inputs: IndexerInsertInputs
+    ) -> Callable[..., None] | None:
+        """Return what stores keys by addresses, for all arrays that look like these."""
+        stream = self._stream_of_all([inputs.cache, inputs.k, inputs.slots])
+        prepared = self._indexer(plan)
+        if stream is None or prepared is None:
+            return None
+        return indexer.by_address(plan, prepared, stream)
+
+
+def _context_arrays(inputs: ContextInputs) -> list[ArrayRef]:
+    """Return the arrays there are."""
+    slots = inputs.slots if isinstance(inputs.slots, tuple) else (inputs.slots,)
+    given = (inputs.kv, inputs.positions, inputs.weight, inputs.table, *slots)
+    return [ref for ref in given if ref is not None]

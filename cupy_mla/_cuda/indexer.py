@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from cupy_mla._arrays import ArrayRef
 from cupy_mla._plan import CachePlan
 from cupy_mla._plan_fused import IndexerInsertInputs, IndexerInsertPlan
 
@@ -28,11 +29,10 @@ def index_cache(plan: CachePlan) -> tuple[np.void, np.void]:
     return entries[0], entries[1]
 
 
-def plane_addresses(cache: ArrayRef, plan: CachePlan) -> tuple[int, int]:
-    """Return where the planes of block 0 begin."""
+def plane_starts(plan: CachePlan) -> tuple[int, int]:
+    """Return where the planes of block 0 begin, from the address of the cache."""
     codes, scales = plan.layout.planes
-    size = plan.block_size
-    return cache.ptr + codes.start(size), cache.ptr + scales.start(size)
+    return codes.start(plan.block_size), scales.start(plan.block_size)
 
 
 def prepare(device: Device, plan: IndexerInsertPlan) -> PreparedLaunch | None:
@@ -54,4 +54,14 @@ def prepare(device: Device, plan: IndexerInsertPlan) -> PreparedLaunch | None:
 
 def addresses(plan: IndexerInsertPlan, inputs: IndexerInsertInputs) -> tuple[int, ...]:
     """Return where the arrays lie, in the order of the kernel's arguments."""
-    return inputs.k.ptr, inputs.slots.ptr, *plane_addresses(inputs.cache, plan.cache)
+    codes, scales = plane_starts(plan.cache)
+    return inputs.k.ptr, inputs.slots.ptr, inputs.cache.ptr + codes, inputs.cache.ptr + scales
+
+
+def by_address(
+    plan: IndexerInsertPlan, prepared: PreparedLaunch, current_stream: Callable[[], int]
+) -> Callable[[int, int, int], None]:
+    """Return the launch by the addresses of k, cache and slots."""
+    launch = prepared.by_address(current_stream)
+    codes, scales = plane_starts(plan.cache)
+    return lambda k, cache, slots: launch(k, slots, cache + codes, cache + scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from .compiler import load
 from .context import number_type, rope_table
 from .device import Device, Memory
 from .geometry import warp_rows_shape
-from .indexer import index_cache, plane_addresses
+from .indexer import index_cache, plane_starts
 from .prepared import Known, PreparedLaunch
 from .registry import Specialisation
 from .target import layer_entry
@@ -66,19 +67,25 @@ class NormRopeTarget:
 
     def arrays(self) -> list[ArrayRef]:
         """Return what a kernel reads or writes through this target."""
+        return [ref for ref in self._parts() if isinstance(ref, ArrayRef)]
+
+    def _parts(self) -> tuple[ArrayRef | float | None, ...]:
         layer = self.layer
-        parts = (
-            layer.mla_cache,
-            layer.indexer_cache,
+        return (
             layer.q_weight,
             layer.kv_weight,
             layer.k_table,
             layer.index_weight,
             layer.index_bias,
             layer.index_table,
+            layer.mla_cache,
             layer.mla_scale,
+            layer.indexer_cache,
         )
-        return [ref for ref in parts if isinstance(ref, ArrayRef)]
+
+    def array_addresses(self) -> tuple[int, ...]:
+        """Return where the layer's arrays lie, 0 for what is none."""
+        return tuple(part.ptr if isinstance(part, ArrayRef) else 0 for part in self._parts())
 
     def stream(self) -> int:
         """Return the current stream of the framework that owns the layer's first array."""
@@ -99,22 +106,11 @@ class NormRopeTarget:
 
     def addresses(self) -> tuple[int, ...]:
         """Return where the layer's arrays lie, in the order of the kernel's arguments."""
-        layer = self.layer
-        scale = layer.mla_scale
-        planes = (0, 0)
-        if layer.indexer_cache is not None and self.plan.indexer_cache is not None:
-            planes = plane_addresses(layer.indexer_cache, self.plan.indexer_cache)
-        return (
-            layer.q_weight.ptr,
-            layer.kv_weight.ptr,
-            address(layer.k_table),
-            address(layer.index_weight),
-            address(layer.index_bias),
-            address(layer.index_table),
-            address(layer.mla_cache),
-            scale.ptr if isinstance(scale, ArrayRef) else 0,
-            *planes,
-        )
+        *arrays, indexer = self.array_addresses()
+        starts = (0, 0)
+        if self.plan.indexer_cache is not None:
+            starts = plane_starts(self.plan.indexer_cache)
+        return (*arrays, indexer + starts[0], indexer + starts[1])
 
     def counts(self) -> dict[str, Array]:
         """Return a copy of the counters, int64 [2] each."""
@@ -173,6 +169,71 @@ def step_arrays(inputs: NormRopeInputs) -> list[ArrayRef]:
         inputs.k_pe_out,
     )
     return [ref for ref in parts if ref is not None]
+
+
+def by_address(
+    plan: NormRopePlan,
+    prepared: PreparedLaunch,
+    current_stream: Callable[[], int],
+    new_output: Callable[[], ArrayRef],
+) -> Callable[..., Any]:
+    """Return the launch by addresses: those of a step, then the layer's.
+
+    It returns the normed query as a new array where no address is given for it.
+    """
+    launch = prepared.by_address(current_stream)
+    is_used = [
+        part is not None
+        for part in (plan.k_pe, plan.index_k, plan.topk, plan.slots, plan.indexer_slots)
+    ]
+    cache = plan.layer.indexer_cache
+    starts = None if cache is None else plane_starts(cache)
+
+    def run(
+        positions: int,
+        q_c: int,
+        kv_c: int,
+        k_pe: int,
+        index_k: int,
+        topk: int,
+        slots: int,
+        index_slots: int,
+        q_c_out: int,
+        kv_c_out: int,
+        k_pe_out: int,
+        *layer: int,
+    ) -> Any:
+        made = None
+        if not q_c_out:
+            ref = new_output()
+            q_c_out, made = ref.ptr, ref.owner
+        # What a layer has no use for may be given all the same.
+        rope, key, indices, mla, indexer = is_used
+        planes = (0, 0) if starts is None else (layer[8] + starts[0], layer[8] + starts[1])
+        launch(
+            positions,
+            q_c,
+            kv_c,
+            k_pe if rope else 0,
+            index_k if key else 0,
+            topk if indices else 0,
+            slots if mla else 0,
+            (index_slots or slots) if indexer else 0,
+            q_c_out,
+            kv_c_out,
+            k_pe_out,
+            *layer[:8],
+            *planes,
+        )
+        return made
+
+    return run
+
+
+def of_layer(launch: Callable[..., Any], target: NormRopeTarget) -> Callable[..., Any]:
+    """Return the launch by a step's addresses alone; the target keeps the layer's arrays."""
+    layer = target.array_addresses()
+    return lambda *step: launch(*step, *layer)
 
 
 def specialisation(plan: NormRopeLayerPlan, dtype: str) -> tuple[Specialisation, CacheLayout]:

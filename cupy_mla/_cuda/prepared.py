@@ -17,6 +17,7 @@ from .geometry import LaunchShape
 
 Array = np.ndarray[Any, Any]
 
+_POINTER = struct.Struct("<Q")
 #: Plans that are kept ready; a service sees a few dozen shapes, not thousands at a time.
 _MOST = 512
 
@@ -36,13 +37,12 @@ class PreparedLaunch:
         How many these are.
     """
 
-    __slots__ = ("_block", "_device", "_free", "_function", "_grid", "_head", "_template")
+    __slots__ = ("_free", "_head", "_launch", "_template")
 
     def __init__(
         self, device: Device, function: Any, shape: LaunchShape, arguments: Array, count: int
     ) -> None:
-        self._device, self._function = device, function
-        self._grid, self._block = shape.grid, shape.block
+        self._launch = device.launcher(function, shape.grid, shape.block)
         self._template = arguments.tobytes()
         self._head = struct.Struct(f"<{count}Q")
         self._free: list[Arguments] = []
@@ -60,16 +60,32 @@ class PreparedLaunch:
         others : sequence of (int, int)
             Offsets further behind, and the addresses that go there.
         """
-        # Taken from the list and put back: no two threads ever fill in the same structure.
-        try:
-            arguments = self._free.pop()
-        except IndexError:
-            arguments = Arguments(self._template)
+        arguments = Arguments(self._template)
         self._head.pack_into(arguments.buffer, 0, *addresses)
         for offset, address in others:
-            struct.pack_into("<Q", arguments.buffer, offset, address)
-        self._device.launch(self._function, self._grid, self._block, arguments, stream)
-        self._free.append(arguments)
+            _POINTER.pack_into(arguments.buffer, offset, address)
+        self._launch(arguments, stream)
+
+    def by_address(self, current_stream: Callable[[], int]) -> Callable[..., None]:
+        """Return the launch by the addresses that the arguments begin with."""
+        free, template, launch, pack = (
+            self._free,
+            self._template,
+            self._launch,
+            self._head.pack_into,
+        )
+
+        def run(*addresses: int) -> None:
+            # Taken from the list and put back: no two threads ever fill in the same structure.
+            try:
+                arguments = free.pop()
+            except IndexError:
+                arguments = Arguments(template)
+            pack(arguments.buffer, 0, *addresses)
+            launch(arguments, current_stream())
+            free.append(arguments)
+
+        return run
 
 
 class Known:

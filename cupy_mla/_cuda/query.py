@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,78 @@ def addresses(
 
 def _address(ref: ArrayRef | None) -> int:
     return 0 if ref is None else ref.ptr
+
+
+def given_outputs(
+    inputs: FusedQInputs,
+) -> tuple[ArrayRef | None, ArrayRef | None, ArrayRef | None]:
+    """Return the caller's mqa_q, index_q and weights."""
+    return inputs.mqa_q_out, inputs.index_q_out, inputs.index_weights_out
+
+
+def arrays(inputs: FusedQInputs) -> list[ArrayRef]:
+    """Return the arrays that are read."""
+    parts = (
+        inputs.positions,
+        inputs.q_pe,
+        inputs.q_table,
+        inputs.ql_nope,
+        inputs.q_scale,
+        inputs.index_q,
+        inputs.index_table,
+        inputs.index_weights,
+    )
+    return [ref for ref in parts if isinstance(ref, ArrayRef)]
+
+
+def by_address(
+    plan: FusedQPlan,
+    prepared: PreparedLaunch,
+    current_stream: Callable[[], int],
+    new_output: Callable[[Output], ArrayRef],
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """Return the launch by the addresses of the inputs, then of index_q, its weights and mqa_q.
+
+    It returns these three as new arrays where no address is given for them.
+    """
+    launch = prepared.by_address(current_stream)
+    mqa_output, index_output, weights_output = outputs(plan)
+    is_quantised, has_indexer = plan.ql_nope is not None, plan.index_q is not None
+
+    def fill(address: int, output: Output | None) -> tuple[int, Any]:
+        if address or output is None:
+            return address, None
+        ref = new_output(output)
+        return ref.ptr, ref.owner
+
+    def run(
+        positions: int,
+        q_pe: int,
+        q_table: int,
+        index_q: int,
+        index_table: int,
+        ql_nope: int,
+        q_scale: int,
+        index_weights: int,
+        index_q_out: int,
+        weights_out: int,
+        mqa_out: int,
+    ) -> tuple[Any, Any, Any]:
+        # What a call has no use for may be given all the same.
+        if not is_quantised:
+            ql_nope = q_scale = 0
+        index: tuple[int, int, int] = (index_q, index_table, index_weights)
+        if not has_indexer:
+            index, index_q_out, weights_out = (0, 0, 0), 0, 0
+        mqa_out, mqa = fill(mqa_out, mqa_output)
+        index_q_out, codes = fill(index_q_out, index_output)
+        weights_out, weights = fill(weights_out, weights_output)
+        launch(
+            positions, q_pe, q_table, ql_nope, q_scale, *index, mqa_out, index_q_out, weights_out
+        )
+        return codes, weights, mqa
+
+    return run
 
 
 def prepare(device: Device, plan: FusedQPlan, scale: float | None) -> PreparedLaunch | None:

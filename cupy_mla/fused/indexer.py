@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_mla import _validate, backends
+from cupy_mla._shortcuts import Shortcuts
 
 __all__ = ["indexer_k_quant_and_cache"]
+
+_calls = Shortcuts()
 
 
 def indexer_k_quant_and_cache(
@@ -60,9 +63,14 @@ def indexer_k_quant_and_cache(
     >>> hex(block[2 * 128]), block[64 * 128 :].view(np.float32)[2]
     ('0x7e', np.float32(1.0))
     """
+    options, arrays = (quant_block_size, scale_fmt), (k, kv_cache, slot_mapping)
+    if stream is None and _calls.run(options, *arrays):
+        return
     plan, inputs = _validate.indexer_insert(
         "indexer_k_quant_and_cache", k, kv_cache, slot_mapping, quant_block_size, scale_fmt
     )
     if plan.device.kind == "cpu":
         _validate.host_stream(plan.operation, stream)
-    backends.for_device(plan.device).insert_indexer(plan, inputs, stream)
+    backend = backends.for_device(plan.device)
+    backend.insert_indexer(plan, inputs, stream)
+    _calls.learn(backend.indexer_launcher(plan, inputs), options, *arrays)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_mla import _validate, backends
+from cupy_mla._shortcuts import Shortcuts, by_kind
 
 __all__ = ["fused_q"]
+
+_calls = Shortcuts()
 
 
 def fused_q(
@@ -110,6 +113,35 @@ def fused_q(
     >>> rotated
     array([[[-2.,  1.]]], dtype=float32)
     """
+    scale, scale_array = by_kind(q_scale)
+    options = (
+        scale,
+        index_weights_softmax_scale,
+        index_weights_head_scale,
+        has_indexer,
+        index_rope_interleave,
+        quantize_mqa,
+    )
+    arrays = (
+        positions,
+        q_pe,
+        q_pe_cos_sin_cache,
+        index_q,
+        index_q_cos_sin_cache,
+        ql_nope,
+        scale_array,
+        index_weights,
+        index_q_out,
+        index_weights_out,
+        mqa_q_out,
+    )
+    wanted = (index_q_out, index_weights_out, mqa_q_out)
+    if not has_indexer:
+        wanted = (None, None, mqa_q_out)
+    known = _calls.find(options, *arrays) if stream is None else None
+    if known is not None:
+        launch, addresses = known
+        return _results(launch(*addresses), wanted)
     plan, inputs = _validate.fused_q(
         "fused_q",
         _validate.QueryArguments(
@@ -133,9 +165,13 @@ def fused_q(
     )
     if plan.device.kind == "cpu":
         _validate.host_stream(plan.operation, stream)
-    made = backends.for_device(plan.device).fused_q(plan, inputs, stream)
-    wanted = (index_q_out, index_weights_out, mqa_q_out)
-    if not plan.has_indexer:
-        wanted = (None, None, mqa_q_out)
+    backend = backends.for_device(plan.device)
+    made = backend.fused_q(plan, inputs, stream)
+    _calls.learn(backend.fused_q_launcher(plan, inputs), options, *arrays)
+    return _results(made, wanted)
+
+
+def _results(made: tuple[Any, Any, Any], wanted: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Return the caller's arrays where there are any, else the new ones."""
     results = [new if out is None else out for new, out in zip(made, wanted, strict=True)]
     return results[0], results[1], results[2]

@@ -127,7 +127,9 @@ def test_new_outputs_and_no_indexer(rng, dtype, quantise):
     check(make_case(rng, dtype, options=options | {"has_indexer": False}, given_outs=False))
 
 
-@pytest.mark.parametrize(("rank", "rope"), [(16, 2), (1, 128), (1024, 64), (520, 130), (40, 6)])
+@pytest.mark.parametrize(
+    ("rank", "rope"), [(16, 2), (1, 128), (1024, 64), (520, 130), (40, 6), (40, 8), (24, 8)]
+)
 @pytest.mark.parametrize("quantise", [True, False])
 def test_sizes_of_heads(rng, rank, rope, quantise):
     options = {"quantize_mqa": quantise}
