@@ -77,6 +77,10 @@ class ArrayRef:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def looks(self) -> tuple[Any, ...]:
+        """Return what two descriptions of one and the same array have in common."""
+        return self.ptr, self.shape, self.strides, self.dtype
+
     def without_axis(self, axis: int) -> ArrayRef:
         """Return the array without an axis of one element."""
         return replace(

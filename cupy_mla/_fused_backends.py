@@ -121,6 +121,9 @@ class FusedBackend(Protocol):
         None where slots are a list, too.
         """
 
+    def warmup_context(self, target: Any) -> None:
+        """Make everything ready that a first `insert_context` would otherwise have to."""
+
     def stack(self, rows: Sequence[ArrayRef]) -> ArrayRef:
         """Copy vectors of one length and dtype into a new array ``[len(rows), length]``."""
 
@@ -197,6 +200,9 @@ class NumpyFused:
     ) -> None:
         """Norm, rotate and store one projection in the caches of all layers of a writer."""
         context.insert_context(plan, inputs, target)
+
+    def warmup_context(self, target: Any) -> None:
+        """Nothing is compiled here."""
 
     def stack(self, rows: Sequence[ArrayRef]) -> ArrayRef:
         """Copy vectors into a new array."""

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from . import _validate, dtypes
-from ._arrays import ArrayRef
+import numpy as np
+
+from . import _validate, backends, dtypes
+from ._arrays import CPU, ArrayRef
 from .errors import reject_type, reject_value
 from .layouts import CacheLayout, build_layout, canonical_name, check_sizes
 
@@ -70,16 +72,22 @@ class Layers:
     rope_dim: int
     norm_weights: list[ArrayRef] | None
     eps: float
-    cos_sin_cache: Any
+    tables: list[Any]
     is_neox: bool
 
     def context(self, backend: _Stacks) -> LayerContext:
-        """Copy the norms' weights, so that the layers may change or go."""
+        """Copy the norms' weights, so that the layers may change or go.
+
+        Tables of several layers have to hold the same; those that are not one array are compared,
+        which waits for the device.
+        """
+        _check_tables(self.tables)
         weight = None if self.norm_weights is None else backend.stack(self.norm_weights)
-        return LayerContext(weight, self.eps, self.cos_sin_cache, self.is_neox)
+        table = self.tables[0] if self.tables else None
+        return LayerContext(weight, self.eps, table, self.is_neox)
 
 
-def read(layers: Iterable[Any], attributes: Mapping[str, str] | None) -> Layers:
+def read(layers: object, attributes: object) -> Layers:
     """Take caches, dtypes, scales, sizes and norms out of layers, without copying anything.
 
     Parameters
@@ -88,18 +96,26 @@ def read(layers: Iterable[Any], attributes: Mapping[str, str] | None) -> Layers:
     attributes : mapping or None
         Dotted paths that replace those of `ATTRIBUTES`, by the names there.
     """
+    if not isinstance(layers, Iterable):
+        reject_type(_OPERATION, "layers", "be a sequence of layers", type(layers).__name__)
     found = list(layers)
     if not found:
         reject_value(_OPERATION, "layers", "have at least one layer", "none")
     paths = dict(ATTRIBUTES)
-    for name, path in (attributes or {}).items():
+    if attributes is not None and not isinstance(attributes, Mapping):
+        got = type(attributes).__name__
+        reject_type(_OPERATION, "attributes", "be a mapping of names to dotted paths", got)
+    for name, path in ({} if attributes is None else attributes).items():
         if name not in ATTRIBUTES:
             known = ", ".join(ATTRIBUTES)
             reject_value(_OPERATION, "attributes", f"have keys among {known}", repr(name))
+        if not isinstance(path, str):
+            reject_type(_OPERATION, f"attributes[{name!r}]", "be a dotted path", repr(path))
         paths[name] = (path,)
     rank, rope = _shared_sizes(found, paths)
     names = [_get(layer, paths["kv_cache_dtype"], "auto") for layer in found]
     weights, eps = _norms(found, paths, rank)
+    tables, is_neox = _rotary(found, paths) if rope else ([], False)
     return Layers(
         [_cache(layer, number, paths) for number, layer in enumerate(found)],
         names,
@@ -111,8 +127,8 @@ def read(layers: Iterable[Any], attributes: Mapping[str, str] | None) -> Layers:
         rope,
         weights,
         eps,
-        _get(found[0], paths["cos_sin_cache"], None) if rope else None,
-        bool(_get(found[0], paths["is_neox"], False)),
+        tables,
+        is_neox,
     )
 
 
@@ -208,9 +224,58 @@ def _norms(
         if weights and ref.dtype != weights[0].dtype:
             first = weights[0].dtype.name
             reject_type(_OPERATION, where, f"have a norm weight of {first} as layer 0", ref.dtype)
-        eps = _validate.number(_OPERATION, where, _need(layer, number, paths, "norm_eps"), least=0)
+        given = _need(layer, number, paths, "norm_eps")
+        eps = _validate.number(_OPERATION, f"eps of {where}", given, least=0)
         if numbers and eps != numbers[0]:
-            _reject_different(number, "eps", numbers[0], eps)
+            _reject_different(number, "eps", _get(layers[0], paths["norm_eps"]), given)
         weights.append(ref)
         numbers.append(eps)
     return weights, numbers[0]
+
+
+def _rotary(layers: Sequence[Any], paths: Mapping[str, Sequence[str]]) -> tuple[list[Any], bool]:
+    """Return the RoPE table of each layer, as it is, and the style of all."""
+    styles: list[bool] = []
+    for number, layer in enumerate(layers):
+        style = _get(layer, paths["is_neox"], False)
+        if not isinstance(style, (bool, np.bool_, int)):
+            got = type(style).__name__
+            reject_type(_OPERATION, f"layers[{number}]", "have a boolean is_neox", got)
+        styles.append(bool(style))
+        if styles[number] != styles[0]:
+            _reject_different(number, "is_neox", styles[0], styles[number])
+    return [_get(layer, paths["cos_sin_cache"], None) for layer in layers], styles[0]
+
+
+def _check_tables(tables: Sequence[Any]) -> None:
+    """Refuse layers whose RoPE table is another one than that of the first layer."""
+    first: ArrayRef | None = None
+    host: bytes | None = None
+    for number, table in enumerate(tables):
+        where = f"layers[{number}]"
+        if (table is None) is not (tables[0] is None):
+            texts = ["none" if each is None else "a table" for each in (tables[0], table)]
+            _reject_different(number, "cos_sin_cache", *texts)
+        if table is None or (number and table is tables[0]):
+            continue
+        ref = _validate.array(_OPERATION, f"{where}'s cos_sin_cache", table)
+        if first is None:
+            first = ref
+            continue
+        if (ref.ptr, ref.shape, ref.strides, ref.dtype) == (
+            first.ptr,
+            first.shape,
+            first.strides,
+            first.dtype,
+        ):
+            continue
+        looks = [f"{each.dtype.name} {list(each.shape)}" for each in (first, ref)]
+        if looks[0] != looks[1]:
+            _reject_different(number, "cos_sin_cache", *looks)
+        host = host or _host_bytes(first)
+        if _host_bytes(ref) != host:
+            _reject_different(number, "cos_sin_cache", looks[0], "one of other values")
+
+
+def _host_bytes(ref: ArrayRef) -> bytes:
+    return backends.for_device(ref.device or CPU).host_copy(ref).tobytes()

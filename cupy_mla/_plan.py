@@ -14,12 +14,15 @@ import numpy as np
 
 from ._arrays import ArrayRef, DeviceId
 from .dtypes import DType
+from .errors import reject_value
 from .layouts import CacheLayout
 
 #: A layer's scale: a number copied into the plan's target, an array read at each use, or none.
 Scale = float | ArrayRef | None
 
 _INT64_MAX = 2**63 - 1
+#: Bytes that a 64-bit process can have addresses of.
+_ADDRESS_SPACE = 2**47
 
 #: Counters of a writer, in the order in which kernels keep them.
 COUNTERS_ALWAYS = ("slots_out_of_range", "positions_out_of_range")
@@ -263,6 +266,19 @@ class GatherPlan:
     out_stride: int
     out_dtype: DType
     zero_unowned: bool
+
+    def counted(self, last: int) -> int:
+        """Return the last entry of `BlockTable.first` as output rows, or raise for what is none."""
+        if last < 0:
+            reject_value(self.operation, "cu_seq_lens", "end with the number of tokens", last)
+        self.check_room("cu_seq_lens", last)
+        return last
+
+    def check_room(self, argument: str, tokens: int) -> None:
+        """Refuse more output rows than any machine has memory for."""
+        if tokens * self.out_stride >= _ADDRESS_SPACE:
+            expected = f"name output rows of {self.out_stride} bytes that fit into memory"
+            reject_value(self.operation, argument, expected, tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ are validated each time.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,15 @@ Launch = Callable[..., Any]
 _MOST = 4096
 
 
+_all: weakref.WeakSet[Shortcuts] = weakref.WeakSet()
+
+
+def forget_all() -> None:
+    """Forget every call there is: a device was replaced by another implementation."""
+    for shortcuts in list(_all):
+        shortcuts.forget()
+
+
 def by_kind(value: Any) -> tuple[float | None, Any]:
     """Return what may be a number or an array as both: one of them is None."""
     return (value, None) if type(value) is float else (None, value)
@@ -28,10 +38,11 @@ def by_kind(value: Any) -> tuple[float | None, Any]:
 class Shortcuts:
     """Launches by the looks of their arrays and by whatever else a call says."""
 
-    __slots__ = ("_launches",)
+    __slots__ = ("__weakref__", "_launches")
 
     def __init__(self) -> None:
         self._launches: dict[Any, Launch] = {}
+        _all.add(self)
 
     def find(self, options: Any, *arrays: Any) -> tuple[Launch, list[int]] | None:
         """Return how such a call is launched and these arrays' addresses, if it is known.

@@ -85,5 +85,26 @@ def named(name: str) -> DType | None:
         return _BY_NAME[name]
     try:
         return np.dtype(name)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         return None
+
+
+def of(value: object) -> DType | None:
+    """Return what a caller means by a dtype, in native byte order; None for what is none.
+
+    Parameters
+    ----------
+    value : str, dtype or type
+        A name, or a dtype of NumPy, ml_dtypes, torch or JAX.
+    """
+    if isinstance(value, (np.dtype, type)):
+        try:
+            return named(np.dtype(value).name)
+        except TypeError:
+            return None
+    return named(value if isinstance(value, str) else str(value).rpartition(".")[2])
+
+
+def text(dtype: DType) -> str:
+    """Return a dtype's name, and its byte order where it is another machine's."""
+    return dtype.name if dtype.isnative else f"{dtype.name} of foreign byte order ({dtype.str})"

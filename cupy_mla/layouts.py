@@ -14,7 +14,7 @@ import numpy as np
 
 from . import dtypes
 from .dtypes import DType
-from .errors import reject_type, reject_value
+from .errors import check_integer, reject_type, reject_value
 
 __all__ = ["LAYOUT_NAMES", "CacheLayout", "LayoutField", "get_layout"]
 
@@ -189,12 +189,15 @@ class CacheLayout:
         >>> get_layout("indexer_fp8").offset_in_block("scale", 3, 64)
         8204
         """
+        rows = check_integer("offset_in_block", "block_size", block_size, 1)
+        if not 0 <= check_integer("offset_in_block", "row", row) < rows:
+            reject_value("offset_in_block", "row", f"be one of the {rows} rows of a block", row)
         field = self.field(name)
         if field is None:
             known = " or ".join(part.name for part in self.fields)
             reject_value("offset_in_block", "name", f"be {known} for {self.name}", repr(name))
         plane = self.planes[field.plane]
-        return plane.start(block_size) + row * plane.nbytes + field.offset - plane.offset
+        return plane.start(rows) + int(row) * plane.nbytes + field.offset - plane.offset
 
     @property
     def is_fp8(self) -> bool:
@@ -239,9 +242,7 @@ class CacheLayout:
         block_size : int
             Rows a block, at least 1.
         """
-        if block_size < 1:
-            reject_value("block_bytes", "block_size", "be at least 1", block_size)
-        return block_size * self.row_bytes
+        return check_integer("block_bytes", "block_size", block_size, 1) * self.row_bytes
 
     def row_dtype(self) -> DType:
         """Structured NumPy dtype of a row, one field a part, for looking into raw bytes.
@@ -272,10 +273,9 @@ class CacheLayout:
         array
             Of `storage_dtype`, C-contiguous.
         """
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
-                reject_value("empty", name, "be at least 1", value)
-        return xp.empty((num_blocks, block_size, self.width), dtype=self.storage_dtype)
+        blocks = check_integer("empty", "num_blocks", num_blocks, 1)
+        rows = check_integer("empty", "block_size", block_size, 1)
+        return xp.empty((blocks, rows, self.width), dtype=self.storage_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as plain data that ``json.dumps`` takes."""
@@ -412,22 +412,30 @@ def _packed(
     return tuple(fields), offset
 
 
-def check_scale_format(operation: str, scale_format: object) -> ScaleFormat:
-    """Return `scale_format`, or raise for what is none."""
-    if scale_format not in SCALE_FORMATS:
-        reject_value(operation, "scale_format", 'be "float32" or "ue8m0"', repr(scale_format))
-    return scale_format
+def check_scale_format(
+    operation: str, scale_format: object, argument: str = "scale_format"
+) -> ScaleFormat:
+    """Return `scale_format`, or raise for what is none; `argument` is its name in messages."""
+    for known in SCALE_FORMATS:
+        if isinstance(scale_format, str) and scale_format == known:
+            return known
+    reject_value(operation, argument, 'be the str "float32" or "ue8m0"', repr(scale_format))
 
 
-def canonical_name(operation: str, name: object, argument: str = "kv_cache_dtype") -> str:
-    """Return the layout's own name for `name` (``auto`` stays), or raise for what is none."""
+def canonical_name(
+    operation: str, name: object, argument: str = "kv_cache_dtype", *, planar: bool = True
+) -> str:
+    """Return the layout's own name for `name` (``auto`` stays), or raise for what is none.
+
+    Without `planar` a message does not offer the layouts that keep the parts of rows apart.
+    """
     if not isinstance(name, str):
         reject_type(operation, argument, "be a name or a CacheLayout", type(name).__name__)
-    name = _ALIASES.get(name, name)
-    if name not in ("auto", *LAYOUT_NAMES, INDEXER_LAYOUT):
-        known = ", ".join(("auto", "fp8", *LAYOUT_NAMES, INDEXER_LAYOUT))
+    found = _ALIASES.get(name, name)
+    if found not in ("auto", *LAYOUT_NAMES, INDEXER_LAYOUT):
+        known = ", ".join(("auto", "fp8", *LAYOUT_NAMES, *([INDEXER_LAYOUT] if planar else [])))
         reject_value(operation, argument, f"be one of {known}", repr(name))
-    return name
+    return found
 
 
 def build_layout(
@@ -477,11 +485,7 @@ def check_sizes(operation: str, kv_lora_rank: object, rope_dim: object) -> tuple
     """Return both sizes as ints, or raise for what is no size."""
     sizes = []
     for argument, value, least in (("kv_lora_rank", kv_lora_rank, 1), ("rope_dim", rope_dim, 0)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            reject_type(operation, argument, "be an integer", type(value).__name__)
-        if value < least:
-            reject_value(operation, argument, f"be at least {least}", value)
-        sizes.append(int(value))
+        sizes.append(check_integer(operation, argument, value, least))
     return sizes[0], sizes[1]
 
 
@@ -508,8 +512,8 @@ def get_layout(
         Elements of the rotary part, 0 for models without RoPE. ``fp8_ds_mla`` has 64.
     scale_format : {"float32", "ue8m0"}
         How a row's own scales are rounded; flat layouts ignore it.
-    dtype : str or numpy.dtype
-        The rows' dtype for ``auto``.
+    dtype : str or dtype
+        The rows' dtype for ``auto``; a framework's own is taken too.
 
     Returns
     -------
@@ -546,7 +550,8 @@ def resolve_layout(
     name = canonical_name(operation, kv_cache_dtype)
     rank, rope = check_sizes(operation, kv_lora_rank, rope_dim)
     if name == "auto":
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        found = dtypes.of(dtype)
+        name = "" if found is None else found.name
         if name not in _PLAIN:
-            reject_value(operation, "dtype", "be bfloat16, float16 or float32", repr(name))
+            reject_value(operation, "dtype", "be bfloat16, float16 or float32", repr(dtype))
     return build_layout(operation, name, rank, rope, check_scale_format(operation, scale_format))

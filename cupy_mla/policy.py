@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import reject_type, reject_value
+from .errors import check_integer, reject_type, reject_value
 from .layouts import (
     CacheLayout,
     ScaleFormat,
@@ -186,7 +186,7 @@ def register_backend(
     ValueError
         For an unknown layout, no layout at all, or a name that is taken.
     TypeError
-        For a name that is no text.
+        For a name that is no text, and for what is no sequence of numbers or of names.
 
     Examples
     --------
@@ -200,24 +200,41 @@ def register_backend(
     operation = "register_backend"
     if not isinstance(name, str):
         reject_type(operation, "name", "be a text", type(name).__name__)
-    names = tuple(canonical_name(operation, layout) for layout in layouts)
+    names = tuple(
+        canonical_name(operation, layout, "layouts")
+        for layout in _entries(operation, "layouts", layouts, "names of layouts")
+    )
     if not names or "auto" in names:
         reject_value(operation, "layouts", "name at least one layout, and no auto", names)
     chosen = None if scale_format is None else check_scale_format(operation, scale_format)
     rule = BackendRule(
         name,
-        tuple(architectures),
+        _majors(operation, "architectures", architectures),
         names,
         bool(fp8_query),
         bool(cache_needs_fp8_view),
         chosen,
-        tuple(exponent_only),
+        _majors(operation, "exponent_only", exponent_only),
     )
     with _lock:
         if name in _rules and not replace:
             reject_value(operation, "name", "be new, or replace be true", repr(name))
         _rules[name] = rule
     return rule
+
+
+def _entries(operation: str, argument: str, values: Any, what: str) -> tuple[Any, ...]:
+    """Return what is in a sequence; a text is none."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        shown = repr(values) if isinstance(values, str) else type(values).__name__
+        reject_type(operation, argument, f"be a sequence of {what}", shown)
+    return tuple(values)
+
+
+def _majors(operation: str, argument: str, values: Any) -> tuple[int, ...]:
+    """Return major numbers of compute capabilities."""
+    given = _entries(operation, argument, values, "numbers")
+    return tuple(check_integer(operation, argument, value, 1) for value in given)
 
 
 def unregister_backend(name: str) -> None:
@@ -231,7 +248,11 @@ def unregister_backend(name: str) -> None:
     ------
     ValueError
         For a name that is not there.
+    TypeError
+        For a name that is no text.
     """
+    if not isinstance(name, str):
+        reject_type("unregister_backend", "name", "be a text", type(name).__name__)
     with _lock:
         if _rules.pop(name, None) is None:
             reject_value("unregister_backend", "name", f"be one of {', '.join(_rules)}", repr(name))
@@ -272,7 +293,7 @@ def select_cache_policy(
     ValueError
         For a cache that the backend, or the device, cannot read; the message says what to choose.
     TypeError
-        For a capability that is none.
+        For a backend that is no name, or a capability that is none.
 
     Examples
     --------
@@ -342,6 +363,8 @@ def _choose(
     """Return the rule that fits, or raise with what to choose instead."""
     rules = registered_backends()
     if backend is not None:
+        if not isinstance(backend, str):
+            reject_type(operation, "backend", "be a name", type(backend).__name__)
         known = {rule.name: rule for rule in rules}
         if backend not in known:
             reject_value(operation, "backend", f"be one of {', '.join(known)}", repr(backend))
@@ -357,13 +380,15 @@ def _choose(
             return rule
     options = _options(rules, architecture)
     if not options:
-        reject_value(operation, "capability", "be one that a backend runs on", device)
+        majors = sorted({major for rule in rules for major in rule.architectures})
+        choices = "; ".join(f"{major}.x: {_options(rules, major)}" for major in majors)
+        reject_value(operation, "capability", f"be one that a backend runs on ({choices})", device)
     shown = repr(asked if isinstance(asked, str) else name)
     reject_value(
         operation,
         "kv_cache_dtype",
         f"be {options}" + (f" on {device}" if architecture is not None else ""),
-        f"{shown}: {_reason(name, rules)}",
+        f"{shown}: {_reason(name, rules, registered_backends())}",
     )
 
 
@@ -377,14 +402,19 @@ def _options(rules: Iterable[BackendRule], architecture: int | None) -> str:
     )
 
 
-def _reason(name: str, rules: Iterable[BackendRule]) -> str:
-    """Say why a layout is read by none of some backends."""
+def _reason(name: str, rules: Iterable[BackendRule], every: Iterable[BackendRule]) -> str:
+    """Say why a layout is read by none of some backends, or by none at all."""
     layout = name if name == "auto" else get_layout(name)
+    plain = isinstance(layout, str) or not layout.is_fp8
+    what = "an unquantised cache, which" if plain else "a layout that"
+    readers = [rule.name for rule in every if name in rule.layouts]
+    if not readers:
+        return f"{what} none of the registered backends reads"
     if isinstance(layout, str) or not layout.is_fp8:
-        return "an unquantised cache, which none of the registered backends reads"
+        return f"{what} only {' and '.join(readers)} can read"
     if layout.needs_scale and any(not rule.fp8_query for rule in rules):
         return (
             "a flat fp8 cache goes with an fp8 query (FlashAttention 3, too, cannot mix a bf16 "
             "query with an fp8 cache)"
         )
-    return "a layout that no such backend reads"
+    return f"{what} only {' and '.join(readers)} can read"

@@ -29,8 +29,9 @@ class GroupedCacheWriter:
     ----------
     kv_caches : list or tuple of L arrays
         ``[num_blocks, block_size, width]`` each, with its own number of blocks, block size and
-        strides, all on one device. Their memory is held: give a tensor whose storage was replaced
-        (``.data =``, a reload of weights) again by `rebind`, a scale by `update_scales`.
+        strides, all on one device; no two share memory. Their memory is held: give a tensor whose
+        storage was replaced (``.data =``, a reload of weights) again by `rebind`, a scale by
+        `update_scales`.
     kv_cache_dtype : str, CacheLayout, or a sequence of L of them
         See `get_layout`; ``auto`` is the dtype of each cache.
     kv_scales : None, sequence of L, or float32 array [L]
@@ -101,6 +102,7 @@ class GroupedCacheWriter:
         self.num_launches = len(self._groups)
         scales = _validate.writer_scales(operation, kv_scales, self.layouts, self._device)
         self._given_scales = _given(kv_scales)
+        self._arrays = tuple(caches)
         self._collect_stats = bool(collect_stats)
         self._backend = backends.for_device(self._device)
         self._target = self._backend.target(
@@ -129,7 +131,7 @@ class GroupedCacheWriter:
         Parameters
         ----------
         layers : iterable of L objects
-            All of one kv_lora_rank, rope_dim and eps.
+            All of one kv_lora_rank, rope_dim, eps, RoPE table and style.
         attributes : mapping of str to str, optional
             Where else a layer has something, as dotted paths: ``{"kv_cache": "mla.cache"}``. Keys
             are ``kv_cache``, ``kv_cache_dtype``, ``k_scale``, ``kv_lora_rank``, ``rope_dim``,
@@ -336,6 +338,7 @@ class GroupedCacheWriter:
             rounding_rule=rounding,
             num_layers=self.num_layers,
             sizes=self._sizes,
+            caches=self._arrays,
             device=self._device,
         )
         _validate.storable(plan, self.layouts, "kv")
@@ -361,6 +364,7 @@ class GroupedCacheWriter:
                 operation, "kv_caches", f"be on the writer's device {self._device}", device
             )
         self._target.rebind(caches, plans)
+        self._arrays = tuple(caches)
         self._shortcuts.forget()
 
     def update_scales(self, kv_scales: Any) -> None:
@@ -377,8 +381,13 @@ class GroupedCacheWriter:
         self._given_scales = _given(kv_scales)
 
     def warmup(self) -> None:
-        """Compile and load what inserts need, so that the first one can be captured in a graph."""
+        """Compile and load what inserts need, so that the first one can be captured in a graph.
+
+        What `insert_context` needs, too, where the writer was made from layers with norms.
+        """
         self._backend.warmup(self._target)
+        if self._context.norm_weight is not None:
+            self._backend.warmup_context(self._target)
 
     def stats(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the counters since the writer was made, after waiting for the device.
@@ -529,6 +538,7 @@ def _caches(
             _validate.same_device(operation, argument, ref, device, "the other layers")
         refs.append(ref)
         plans.append(plan)
+    _validate.distinct_caches(operation, "kv_caches", refs)
     return refs, plans, device or CPU
 
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "elements.cuh"
+#include "lanes.cuh"
 #include "norm.cuh"
 #include "numbers.cuh"
 #include "types.cuh"
@@ -31,13 +32,13 @@ struct CopyValues {
   // The lane's run of a latent part of kWideRow elements at an address of vector alignment.
   __device__ __forceinline__ void store_run(const float (&values)[kRun], u8* latent, i32 lane,
                                             bool) const {
-    u8* destination = latent + lane * i64{kRun * sizeof(Bits)};
     constexpr int kElements = kVectorElements<Input>;
+    uint4 vectors[kRun / kElements];
 #pragma unroll
     for (int i = 0; i < kRun / kElements; ++i) {
-      store_vector(destination + i * kVectorBytes, pack_vector<Input>(values, i * kElements),
-                   streaming);
+      vectors[i] = pack_vector<Input>(values, i * kElements);
     }
+    store_by_pairs(latent + lane * i64{kRun * sizeof(Bits)}, vectors, lane, streaming);
   }
 
   __device__ __forceinline__ void store_element(float value, i32 i, u8* latent) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "exact_math.cuh"
+#include "memory.cuh"
 #include "types.cuh"
 
 namespace cupy_mla {
@@ -27,6 +28,36 @@ __device__ __forceinline__ float max_over_lanes(float largest) {
     largest = max_f32(largest, __shfl_xor_sync(kWholeWarp, largest, step));
   }
   return largest;
+}
+
+// What the neighbour in a pair of lanes has.
+__device__ __forceinline__ uint4 swap_in_pair(const uint4& vector) {
+  return {__shfl_xor_sync(kWholeWarp, vector.x, 1), __shfl_xor_sync(kWholeWarp, vector.y, 1),
+          __shfl_xor_sync(kWholeWarp, vector.z, 1), __shfl_xor_sync(kWholeWarp, vector.w, 1)};
+}
+
+// Part by part: a choice between objects would be one between addresses, and take local memory.
+__device__ __forceinline__ uint4 choose(bool first, const uint4& a, const uint4& b) {
+  return {first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w};
+}
+
+// Stores the consecutive vectors of all lanes, each lane's behind those of the one before it; `run`
+// is where the lane's own begin. A lane that stored its own would fill half a 32-byte sector at a
+// time: so both lanes of a pair store neighbouring vectors of one, then of the other.
+template <int kVectors>
+__device__ __forceinline__ void store_by_pairs(u8* run, const uint4 (&vectors)[kVectors], i32 lane,
+                                               bool streaming) {
+  static_assert(kVectors % 2 == 0, "whole sectors");
+  constexpr i64 kRunBytes = kVectors * kVectorBytes;
+  const bool is_even = lane % 2 == 0;
+  u8* first = is_even ? run : run - kRunBytes + kVectorBytes;
+#pragma unroll
+  for (int i = 0; i < kVectors; i += 2) {
+    const uint4 other = swap_in_pair(choose(is_even, vectors[i + 1], vectors[i]));
+    store_vector(first + i * kVectorBytes, choose(is_even, vectors[i], other), streaming);
+    store_vector(first + kRunBytes + i * kVectorBytes, choose(is_even, other, vectors[i + 1]),
+                 streaming);
+  }
 }
 
 // A pointer that lane `lane` has.

@@ -54,7 +54,7 @@ __device__ __forceinline__ i64 load_own_slot(const u8* slots, i32 bytes, const W
 
 // Runs that stay in registers between the sum and the scaling; those behind are loaded again.
 template <class Input>
-constexpr int kHeldRuns = 8 / sizeof(typename Input::Bits);
+constexpr int kHeldRuns = sizeof(typename Input::Bits) == 2 ? 4 : 1;
 
 // A row of at least kWideRow elements, whole runs at addresses of vector alignment.
 template <class Input>
@@ -79,8 +79,9 @@ struct WideQuery {
     return add_squares(sum, values);
   }
 
-  __device__ __forceinline__ void store(u8* row, i32 run, const uint4 (&vectors)[kVectors],
-                                        float r) const {
+  // `by_pairs`: all lanes have a run to store.
+  __device__ __forceinline__ void store(u8* row, i32 run, const uint4 (&vectors)[kVectors], float r,
+                                        bool by_pairs) const {
     float values[kRun];
     float weight[kRun];
     widen_vectors<Input>(vectors, values);
@@ -88,10 +89,19 @@ struct WideQuery {
                             p.q_weight_type, weight);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values[i] = mul_rn_f32(mul_rn_f32(values[i], r), weight[i]);
+    uint4 stored[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      store_vector(row + run * kRunBytes + i * kVectorBytes,
-                   pack_vector<Input>(values, i * kVectorElements<Input>), p.stream_stores != 0);
+      stored[i] = pack_vector<Input>(values, i * kVectorElements<Input>);
+    }
+    u8* to = row + run * kRunBytes;
+    if (by_pairs) {
+      store_by_pairs(to, stored, lane, p.stream_stores != 0);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      store_vector(to + i * kVectorBytes, stored[i], p.stream_stores != 0);
     }
   }
 
@@ -117,13 +127,14 @@ struct WideQuery {
     const float r = reciprocal_root(mean, p.q_eps);
 #pragma unroll
     for (int c = 0; c < kHeld; ++c) {
-      if (c * kLanes + lane < runs) store(to, c * kLanes + lane, held[c], r);
+      const bool by_pairs = (c + 1) * kLanes <= runs;
+      if (c * kLanes + lane < runs) store(to, c * kLanes + lane, held[c], r, by_pairs);
     }
 #pragma unroll 1
     for (i32 run = kHeld * kLanes + lane; run < runs; run += kLanes) {
       uint4 vectors[kVectors];
       load(from, run, vectors);
-      store(to, run, vectors, r);
+      store(to, run, vectors, r, run - lane + kLanes <= runs);
     }
   }
 };

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from cupy_mla import _shortcuts
 from cupy_mla._arrays import ArrayRef, DeviceId
 from cupy_mla._plan import CachePlan, GroupedPointers, InsertInputs, InsertPlan, Scale
 from cupy_mla.errors import reject_type
@@ -44,6 +45,7 @@ def install(device: Device) -> None:
     """Put another implementation of the seam in place of a CUDA device; for tests."""
     with _lock:
         _backends[device.ordinal] = CudaBackend(device)
+    _shortcuts.forget_all()  # those of calls launch what the former one had loaded
 
 
 class CudaBackend(CudaFused, CudaReads):

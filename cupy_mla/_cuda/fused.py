@@ -25,7 +25,7 @@ from cupy_mla._plan_fused import (
 )
 from cupy_mla.dtypes import DType
 
-from . import context, indexer, norm_rope, query
+from . import context, indexer, norm_rope, query, registry
 from .compiler import load
 from .context import PreparedContext
 from .device import Device, Memory
@@ -106,6 +106,13 @@ class CudaFused(ABC):
         if stream is None or isinstance(inputs.slots, tuple):
             return None
         return self._context(plan, inputs, target).by_address(stream)
+
+    def warmup_context(self, target: CudaTarget) -> None:
+        """Compile what `insert_context` needs, for each input dtype that the layers take."""
+        for group in target.groups:
+            for dtype in group.layout.input_dtypes:
+                special = registry.find("context", group.layout.name, dtype.name)
+                load(self.device, special, group.layout)
 
     def stack(self, rows: Sequence[ArrayRef]) -> ArrayRef:
         """Copy vectors of one length and dtype into a new array ``[len(rows), length]``."""

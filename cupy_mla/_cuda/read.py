@@ -226,10 +226,7 @@ class CudaReads(ABC):
         first, rows = arrays.first, plan.rows
         place = first.ptr + rows.num_seqs * rows.first_stride
         raw = self.device.download(Memory(place, rows.first_dtype.itemsize, first), pointer)
-        last = int(raw.view(rows.first_dtype)[0])
-        if last < 0:
-            reject_value(plan.operation, "cu_seq_lens", "end with the number of tokens", last)
-        return last
+        return plan.counted(int(raw.view(rows.first_dtype)[0]))
 
     def gather_indexer(
         self,

@@ -7,8 +7,10 @@ scales are the one kind of data that is looked at.
 
 from __future__ import annotations
 
-from .caches import cache
-from .checks import array, host_stream, integer, same_device
+from cupy_mla.errors import check_integer as integer
+
+from .caches import cache, distinct_caches
+from .checks import array, check_outputs, host_stream, same_device
 from .context import context
 from .convert import convert
 from .gather import gather, gather_indexer
@@ -28,8 +30,10 @@ __all__ = [
     "array",
     "cache",
     "call_scale",
+    "check_outputs",
     "context",
     "convert",
+    "distinct_caches",
     "fused_q",
     "gather",
     "gather_indexer",

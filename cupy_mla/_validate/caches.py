@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cupy_mla import dtypes
@@ -16,7 +17,16 @@ from cupy_mla.layouts import (
     check_scale_format,
 )
 
-from .checks import array, check_aligned, check_dtype, check_unit_stride, shape_text
+from .checks import (
+    array,
+    byte_range,
+    check_aligned,
+    check_disjoint,
+    check_dtype,
+    check_unit_stride,
+    overlapping_axis,
+    shape_text,
+)
 
 
 def cache(
@@ -63,7 +73,7 @@ def cache(
             shape_text(ref.shape),
         )
     layout = _layout_of(
-        operation, argument, ref, kv_cache_dtype, sizes, scale_format, name_argument
+        operation, argument, ref, kv_cache_dtype, sizes, scale_format, name_argument, planar
     )
     if not planar:
         whole_rows(operation, layout, name_argument)
@@ -92,15 +102,46 @@ def cache(
     if writable:
         if not ref.writable:
             reject_value(operation, argument, "be writable", "a read-only array")
-        for axis, extent in ((0, blocks), (1, rows)):
-            if extent > 1 and abs(ref.strides[axis]) < layout.row_bytes and ref.size:
-                reject_value(
-                    operation,
-                    argument,
-                    f"have rows that do not overlap (a row has {layout.row_bytes} bytes)",
-                    f"a stride of {ref.strides[axis]} bytes along axis {axis}",
-                )
+        axis = overlapping_axis(ref.shape, ref.strides, (0, 1), layout.row_bytes)
+        if axis is not None and ref.size:
+            reject_value(
+                operation,
+                argument,
+                f"have rows that do not overlap (a row has {layout.row_bytes} bytes, a block "
+                f"{rows} rows)",
+                f"a stride of {ref.strides[axis]} bytes along axis {axis}, with strides "
+                f"{ref.strides} bytes",
+            )
     return ref, CachePlan(layout, blocks, rows, ref.strides[0], ref.strides[1])
+
+
+def distinct_caches(operation: str, argument: str, refs: Sequence[ArrayRef]) -> None:
+    """Refuse caches of which two share memory, unless they are one and the same.
+
+    Layers that share a cache write to slots of their own; equal slots are duplicates as in a layer.
+
+    Parameters
+    ----------
+    operation, argument : str
+        For messages; the argument is one with an entry a layer.
+    refs : sequence of ArrayRef
+    """
+    ranges = sorted((*byte_range(ref), layer) for layer, ref in enumerate(refs) if ref.size)
+    open_layers: list[tuple[int, int]] = []  # end of the range, and the layer
+    for low, high, layer in ranges:
+        open_layers = [(end, other) for end, other in open_layers if end > low]
+        for _, other in open_layers:
+            first, second = sorted((layer, other))
+            if refs[first].looks() == refs[second].looks():
+                continue
+            check_disjoint(
+                operation,
+                f"{argument}[{second}]",
+                refs[second],
+                f"{argument}[{first}]",
+                refs[first],
+            )
+        open_layers.append((high, layer))
 
 
 def whole_rows(operation: str, layout: CacheLayout, name_argument: str = "kv_cache_dtype") -> None:
@@ -130,6 +171,7 @@ def _layout_of(
     sizes: tuple[int, int] | None,
     scale_format: str,
     name_argument: str,
+    planar: bool,
 ) -> CacheLayout:
     chosen_format = check_scale_format(operation, scale_format)
     if isinstance(kv_cache_dtype, CacheLayout):
@@ -145,7 +187,7 @@ def _layout_of(
         check_dtype(operation, argument, ref, layout.accepted_dtypes, f" for {layout.name}")
         return layout
     return _named_layout(
-        operation, argument, ref, kv_cache_dtype, sizes, chosen_format, name_argument
+        operation, argument, ref, kv_cache_dtype, sizes, chosen_format, name_argument, planar
     )
 
 
@@ -173,8 +215,9 @@ def _named_layout(
     sizes: tuple[int, int] | None,
     scale_format: ScaleFormat,
     name_argument: str,
+    planar: bool,
 ) -> CacheLayout:
-    name = canonical_name(operation, kv_cache_dtype, name_argument)
+    name = canonical_name(operation, kv_cache_dtype, name_argument, planar=planar)
     if name == "auto":
         name = ref.dtype.name
         if ref.dtype not in dtypes.INPUT_DTYPES:
@@ -182,8 +225,9 @@ def _named_layout(
                 operation,
                 argument,
                 f'be bfloat16, float16 or float32 for {name_argument} "auto" (an fp8 cache needs '
-                'its layout named: "fp8_e4m3", "fp8_e5m2" or "fp8_ds_mla")',
-                name,
+                'its layout named: "fp8_e4m3", "fp8_e5m2" or "fp8_ds_mla")'
+                + ("" if ref.dtype.isnative else ", in native byte order"),
+                dtypes.text(ref.dtype),
             )
     if sizes is None:
         _refuse_tiled_width(operation, argument, ref, name)

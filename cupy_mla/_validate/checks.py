@@ -47,7 +47,7 @@ def check_contiguous(operation: str, argument: str, ref: ArrayRef) -> None:
         reject_value(
             operation,
             argument,
-            "be contiguous: it must be contiguous in device memory",
+            "be contiguous",
             f"a stride of {ref.strides[0]} bytes",
         )
 
@@ -57,7 +57,8 @@ def check_dtype(
 ) -> None:
     if ref.dtype not in allowed:
         names = " or ".join(dtype.name for dtype in allowed)
-        reject_type(operation, argument, f"be {names}{why}", ref.dtype.name)
+        order = "" if ref.dtype.isnative else ", in native byte order"
+        reject_type(operation, argument, f"be {names}{why}{order}", dtypes.text(ref.dtype))
 
 
 def same_device(operation: str, argument: str, ref: ArrayRef, device: DeviceId, owner: str) -> None:
@@ -66,7 +67,7 @@ def same_device(operation: str, argument: str, ref: ArrayRef, device: DeviceId, 
         reject_value(
             operation,
             argument,
-            f"be on the same CUDA device as {owner}, or like it in host memory ({device})",
+            f"be on the same CUDA device as {owner} ({device}), or both in host memory",
             ref.device,
         )
 
@@ -88,7 +89,24 @@ def check_aligned(operation: str, argument: str, ref: ArrayRef) -> None:
         )
 
 
-def _byte_range(ref: ArrayRef) -> tuple[int, int]:
+def overlapping_axis(
+    shape: Sequence[int], strides: Sequence[int], axes: Sequence[int], span: int
+) -> int | None:
+    """Return an axis along which parts of `span` bytes may overlap, None where none can.
+
+    Parts lie apart for certain where each stride reaches beyond everything that the smaller ones
+    reach; that holds for slices of any one pool, whatever the order and direction of its axes.
+    """
+    longer = [axis for axis in axes if shape[axis] > 1]
+    for axis in sorted(longer, key=lambda axis: abs(strides[axis])):
+        step = abs(strides[axis])
+        if step < span:
+            return axis
+        span += (shape[axis] - 1) * step
+    return None
+
+
+def byte_range(ref: ArrayRef) -> tuple[int, int]:
     """Return the first byte of an array and the one behind its last."""
     reach = [
         step * (extent - 1) for step, extent in zip(ref.strides, ref.shape, strict=True) if extent
@@ -111,8 +129,8 @@ def check_disjoint(
     """
     if not ref.size or not other.size or ref.device != other.device:
         return
-    (low, high), (other_low, other_high) = _byte_range(ref), _byte_range(other)
-    if high <= other_low or other_high <= low:
+    (low, high), (other_low, other_high) = byte_range(ref), byte_range(other)
+    if high <= other_low or other_high <= low or _slices_of_one(ref, other):
         return
     views = [
         memory_view(part.owner, part.ptr, part.shape, part.strides, part.dtype)
@@ -131,6 +149,43 @@ def check_disjoint(
         )
 
 
+def _slices_of_one(ref: ArrayRef, other: ArrayRef) -> bool:
+    """Whether two arrays are for certain distinct slices of a larger one, one more axis apart."""
+    if ref.shape != other.shape or ref.strides != other.strides or ref.dtype != other.dtype:
+        return False
+    shape, strides = (*ref.shape, 2), (*ref.strides, other.ptr - ref.ptr)
+    return overlapping_axis(shape, strides, range(len(shape)), ref.dtype.itemsize) is None
+
+
+def check_outputs(
+    operation: str,
+    outputs: Sequence[tuple[str, ArrayRef | None]],
+    inputs: Sequence[tuple[str, object]],
+    in_place: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Refuse outputs that share memory with an input or with each other.
+
+    Parameters
+    ----------
+    operation : str
+        For messages.
+    outputs : sequence of (str, ArrayRef or None)
+        Names for messages, and what is written; inputs are not compared with each other.
+    inputs : sequence of (str, object)
+        Anything but an ArrayRef counts as none.
+    in_place : sequence of (str, str)
+        Outputs and inputs that may be one and the same array.
+    """
+    present = [(name, ref) for name, ref in outputs if ref is not None]
+    for number, (name, ref) in enumerate(present):
+        for other_name, other in (*present[:number], *inputs):
+            if not isinstance(other, ArrayRef):
+                continue
+            same = (ref.ptr, ref.strides, ref.dtype) == (other.ptr, other.strides, other.dtype)
+            if not (same and (name, other_name) in in_place):
+                check_disjoint(operation, name, ref, other_name, other)
+
+
 def check_indices(
     operation: str, argument: str, ref: ArrayRef, device: DeviceId, owner: str
 ) -> None:
@@ -138,15 +193,6 @@ def check_indices(
     same_device(operation, argument, ref, device, owner)
     check_unit_stride(operation, argument, ref)
     check_aligned(operation, argument, ref)
-
-
-def integer(operation: str, argument: str, value: Any, least: int | None = None) -> int:
-    """Return `value` as an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        reject_type(operation, argument, "be an integer", type(value).__name__)
-    if least is not None and value < least:
-        reject_value(operation, argument, f"be at least {least}", value)
-    return int(value)
 
 
 def host_stream(operation: str, stream: object) -> None:

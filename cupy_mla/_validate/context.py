@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cupy_mla._arrays import ArrayRef, DeviceId
 from cupy_mla._plan_fused import ContextInputs, ContextPlan, Operand
 from cupy_mla.errors import reject_value
 
-from .checks import array, shape_text
+from .checks import array, byte_range, check_disjoint, shape_text
 from .insert import slots_of
 from .operands import Place, described, indices, number, operand, rounding, table
 
@@ -26,6 +27,7 @@ def context(
     rounding_rule: str,
     num_layers: int,
     sizes: tuple[int, int],
+    caches: Sequence[ArrayRef],
     device: DeviceId,
 ) -> tuple[ContextPlan, ContextInputs]:
     """Validate a projection of all layers and what it is normed and rotated with.
@@ -41,6 +43,8 @@ def context(
     num_layers : int
     sizes : (int, int)
         kv_lora_rank and rope_dim of the caches.
+    caches : sequence of ArrayRef
+        What is written.
     device : DeviceId
         The caches' device.
     """
@@ -80,7 +84,32 @@ def context(
         rounding=rounding(operation, rounding_rule),
     )
     inputs = ContextInputs(kv=source, positions=where, slots=slots, weight=weight, table=rotary)
+    _check_sharing(operation, inputs, caches)
     return plan, inputs
+
+
+def _check_sharing(operation: str, inputs: ContextInputs, caches: Sequence[ArrayRef]) -> None:
+    """Refuse caches that share memory with what is read."""
+    several = inputs.slots if isinstance(inputs.slots, tuple) else (inputs.slots,)
+    given = [
+        ("kv", inputs.kv),
+        ("positions", inputs.positions),
+        ("norm_weight", inputs.weight),
+        ("cos_sin_cache", inputs.table),
+        *(("slot_mapping", ref) for ref in several),
+    ]
+    ranges = [byte_range(cache) for cache in caches if cache.size]
+    if not ranges:
+        return
+    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
+    for name, ref in given:
+        if ref is None or not ref.size:
+            continue
+        low, high = byte_range(ref)
+        if high <= lowest or highest <= low:
+            continue
+        for layer, cache in enumerate(caches):
+            check_disjoint(operation, name, ref, f"kv_caches[{layer}]", cache)
 
 
 def _projection(

@@ -10,7 +10,7 @@ from cupy_mla import dtypes
 from cupy_mla._arrays import CPU, ArrayRef, DeviceId
 from cupy_mla._plan import BlockTable, BlockTablePlan, CachePlan, GatherPlan, IndexerGatherPlan
 from cupy_mla.dtypes import DType
-from cupy_mla.errors import reject_value
+from cupy_mla.errors import check_integer, reject_value
 
 from .checks import (
     array,
@@ -18,7 +18,6 @@ from .checks import (
     check_disjoint,
     check_dtype,
     check_unit_stride,
-    integer,
     same_device,
     shape_text,
 )
@@ -67,7 +66,9 @@ def gather(
     layout = cache_plan.layout
     table = array(operation, "block_table", block_table)
     place = (cache_ref.device or table.device or CPU, names[0])
-    tokens = None if num_tokens is None else integer(operation, "num_tokens", num_tokens, least=0)
+    tokens = (
+        None if num_tokens is None else check_integer(operation, "num_tokens", num_tokens, least=0)
+    )
     width = layout.kv_lora_rank + layout.rope_dim
     ref = None
     if out is None:
@@ -88,6 +89,8 @@ def gather(
     plan = GatherPlan(
         operation, place[0], cache_plan, rows, tokens, stride, dtype, zero_unowned=out is None
     )
+    if ref is None and tokens is not None:
+        plan.check_room("num_tokens", tokens)
     return plan, arrays, ref
 
 

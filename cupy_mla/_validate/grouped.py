@@ -7,11 +7,11 @@ from typing import Any
 from cupy_mla import dtypes
 from cupy_mla._arrays import ArrayRef, DeviceId
 from cupy_mla._plan import CachePlan, GroupedPointers
-from cupy_mla.errors import reject_type, reject_value
+from cupy_mla.errors import check_integer, reject_type, reject_value
 from cupy_mla.layouts import CacheLayout, build_layout, canonical_name, check_scale_format
 
 from .caches import whole_rows
-from .checks import array, check_contiguous, check_dtype, integer, same_device, shape_text
+from .checks import array, check_contiguous, check_dtype, overlapping_axis, same_device, shape_text
 
 
 def grouped(
@@ -62,14 +62,14 @@ def grouped(
     check_contiguous(operation, "kv_cache_ptrs", pointers)
     layout = _grouped_layout(operation, kv_c, kv_cache_dtype, sizes, scale_format)
     scales = _grouped_scales(operation, kv_scales, layout, layers, pointers.device)
-    rows = integer(operation, "block_size", block_size, least=1)
+    rows = check_integer(operation, "block_size", block_size, least=1)
     step = layout.storage_dtype.itemsize
     plan = CachePlan(
         layout,
-        None if num_blocks is None else integer(operation, "num_blocks", num_blocks, least=0),
+        None if num_blocks is None else check_integer(operation, "num_blocks", num_blocks, least=0),
         rows,
-        integer(operation, "block_stride", block_stride) * step,
-        integer(operation, "entry_stride", entry_stride) * step,
+        check_integer(operation, "block_stride", block_stride) * step,
+        check_integer(operation, "entry_stride", entry_stride) * step,
     )
     if rows > 1 and abs(plan.row_stride) < layout.row_bytes:
         reject_value(
@@ -77,6 +77,15 @@ def grouped(
             "entry_stride",
             f"be at least the {layout.width} elements of a row",
             entry_stride,
+        )
+    blocks = plan.num_blocks or 0
+    strides = (plan.block_stride, plan.row_stride)
+    if overlapping_axis((blocks, rows), strides, (0, 1), layout.row_bytes) is not None:
+        reject_value(
+            operation,
+            "block_stride and entry_stride",
+            f"keep blocks of {rows} rows and rows of {layout.width} elements apart",
+            f"{block_stride} and {entry_stride}",
         )
     return GroupedPointers(pointers, scales, plan)
 
@@ -92,7 +101,7 @@ def _grouped_layout(
     if isinstance(kv_cache_dtype, CacheLayout):
         layout = kv_cache_dtype
     else:
-        name = canonical_name(operation, kv_cache_dtype)
+        name = canonical_name(operation, kv_cache_dtype, planar=False)
         if name == "auto":
             name = array(operation, "kv_c", kv_c).dtype.name
         layout = build_layout(operation, name, sizes[0], sizes[1], chosen_format)

@@ -6,10 +6,10 @@ from typing import Any
 
 from cupy_mla._arrays import CPU
 from cupy_mla._plan_fused import IndexerInsertInputs, IndexerInsertPlan, Operand
-from cupy_mla.errors import reject_value
-from cupy_mla.layouts import SCALE_FORMATS
+from cupy_mla.errors import check_integer, reject_value
+from cupy_mla.layouts import check_scale_format
 
-from .checks import array, integer
+from .checks import array, check_outputs
 from .norm_rope import indexer_cache
 from .operands import indices, operand
 
@@ -18,12 +18,11 @@ def indexer_insert(
     operation: str, k: Any, kv_cache: Any, slot_mapping: Any, quant_block_size: Any, scale_fmt: Any
 ) -> tuple[IndexerInsertPlan, IndexerInsertInputs]:
     """Validate keys that go to an indexer cache as they are."""
-    if scale_fmt not in SCALE_FORMATS:
-        reject_value(operation, "scale_fmt", 'be "float32" or "ue8m0"', repr(scale_fmt))
+    scale_fmt = check_scale_format(operation, scale_fmt, "scale_fmt")
     keys = array(operation, "k", k)
     cache, plan = indexer_cache(operation, "kv_cache", kv_cache, scale_fmt, None)
     width = plan.layout.kv_lora_rank
-    if integer(operation, "quant_block_size", quant_block_size) != width:
+    if check_integer(operation, "quant_block_size", quant_block_size) != width:
         reject_value(
             operation,
             "quant_block_size",
@@ -34,6 +33,7 @@ def indexer_insert(
     slots = indices(operation, "slot_mapping", slot_mapping, place)
     tokens = slots.shape[0]
     keys = operand(operation, "k", keys, ("T", width), place, tokens=tokens)
+    check_outputs(operation, [("kv_cache", cache)], [("k", keys), ("slot_mapping", slots)])
     return (
         IndexerInsertPlan(operation, place[0], tokens, Operand.of(keys), Operand.of(slots), plan),
         IndexerInsertInputs(keys, slots, cache),

@@ -84,6 +84,7 @@ def insert_inputs(
     rope = None if sizes is None else sizes[1]
     kv_ref = array(operation, "kv_c", kv_c)
     _check_rows(operation, "kv_c", kv_ref, num_layers, tokens, rank, device, owner)
+    check_dtype(operation, "kv_c", kv_ref, dtypes.INPUT_DTYPES)
     pe_ref = None
     if k_pe is None:
         if rope:
@@ -93,11 +94,13 @@ def insert_inputs(
         _check_rows(operation, "k_pe", pe_ref, num_layers, tokens, rope, device, owner)
         if pe_ref.dtype != kv_ref.dtype:
             reject_type(
-                operation, "k_pe", f"have the dtype of kv_c ({kv_ref.dtype.name})", pe_ref.dtype
+                operation,
+                "k_pe",
+                f"have the dtype of kv_c ({kv_ref.dtype.name})",
+                dtypes.text(pe_ref.dtype),
             )
         if pe_ref.shape[-1] == 0:
             pe_ref = None
-    check_dtype(operation, "kv_c", kv_ref, dtypes.INPUT_DTYPES)
     plan = InsertPlan(
         operation,
         device,

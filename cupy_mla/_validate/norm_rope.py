@@ -19,7 +19,7 @@ from cupy_mla.errors import reject_value
 from cupy_mla.layouts import INDEXER_LAYOUT, CacheLayout
 
 from .caches import cache
-from .checks import array, same_device, shape_text
+from .checks import array, check_outputs, same_device, shape_text
 from .insert import storable
 from .operands import (
     Place,
@@ -134,6 +134,7 @@ def norm_rope_layer(
         mla_scale=scale,
         indexer_cache=indexer,
     )
+    check_outputs(operation, _cache_names(layer), _layer_names(layer))
     return plan, layer
 
 
@@ -206,9 +207,9 @@ def _index_norm(
 
 
 def norm_rope_step(
-    layer: NormRopeLayerPlan, given: StepArguments
+    layer: NormRopeLayerPlan, lasting: NormRopeLayer, given: StepArguments
 ) -> tuple[NormRopePlan, NormRopeInputs]:
-    """Validate a step's arrays against a layer."""
+    """Validate a step's arrays against a layer, of which `lasting` are the arrays."""
     operation, place = layer.operation, (layer.device, _OWNER)
     slots, tokens = None, None
     if given.slot_mapping is not None:
@@ -271,7 +272,52 @@ def norm_rope_step(
         kv_c_out=outs[1],
         k_pe_out=outs[2],
     )
+    _check_sharing(operation, inputs, lasting)
     return plan, inputs
+
+
+def _check_sharing(operation: str, step: NormRopeInputs, layer: NormRopeLayer) -> None:
+    """Refuse outputs that share memory with something else, but for inputs in place."""
+    check_outputs(
+        operation,
+        [*_cache_names(layer), *_out_names(step)],
+        [
+            ("positions", step.positions),
+            ("q_c", step.q_c),
+            ("kv_c", step.kv_c),
+            ("k_pe", step.k_pe),
+            ("index_k", step.index_k),
+            ("slot_mapping", step.slots),
+            ("indexer_slot_mapping", step.indexer_slots),
+        ],
+        in_place=[("q_c_out", "q_c"), ("kv_c_out", "kv_c"), ("k_pe_out", "k_pe")],
+    )
+    check_outputs(operation, _out_names(step), _layer_names(layer))
+
+
+def _out_names(step: NormRopeInputs) -> list[tuple[str, ArrayRef | None]]:
+    return [
+        ("q_c_out", step.q_c_out),
+        ("kv_c_out", step.kv_c_out),
+        ("k_pe_out", step.k_pe_out),
+        ("topk_indices_buffer", step.topk),
+    ]
+
+
+def _cache_names(layer: NormRopeLayer) -> list[tuple[str, ArrayRef | None]]:
+    return [("mla_kv_cache", layer.mla_cache), ("indexer_k_cache", layer.indexer_cache)]
+
+
+def _layer_names(layer: NormRopeLayer) -> list[tuple[str, object]]:
+    return [
+        ("q_rms_norm_w", layer.q_weight),
+        ("kv_rms_norm_w", layer.kv_weight),
+        ("k_rope_cos_sin_cache", layer.k_table),
+        ("index_k_layer_norm_w", layer.index_weight),
+        ("index_k_layer_norm_bias", layer.index_bias),
+        ("index_k_rope_cos_sin_cache", layer.index_table),
+        ("mla_k_scale", layer.mla_scale),
+    ]
 
 
 def _rows(

@@ -15,7 +15,16 @@ from cupy_mla._plan_fused import ROUNDINGS, Operand, Rounding
 from cupy_mla.dtypes import DType
 from cupy_mla.errors import reject_type, reject_value
 
-from .checks import array, check_aligned, check_dtype, check_unit_stride, same_device, shape_text
+from .checks import (
+    array,
+    check_aligned,
+    check_dtype,
+    check_unit_stride,
+    overlapping_axis,
+    same_device,
+    shape_text,
+)
+from .scales import single_of
 
 #: Where an array has to be, and whose device that is (for messages).
 Place = tuple[DeviceId, str]
@@ -23,10 +32,9 @@ Place = tuple[DeviceId, str]
 
 def number(operation: str, argument: str, value: Any, *, least: float | None = None) -> float:
     """Return a finite number as the float32 that kernels take."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (Real, np.number)):
-        reject_type(operation, argument, "be a number", type(value).__name__)
-    with np.errstate(all="ignore"):
-        single = float(np.float32(value))
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
+        reject_type(operation, argument, "be a real number", type(value).__name__)
+    single = single_of(value)
     if not math.isfinite(single) or (least is not None and single < least):
         wanted = "be finite" if least is None else f"be finite and at least {least:g}"
         reject_value(operation, argument, f"{wanted} (as float32)", value)
@@ -36,7 +44,7 @@ def number(operation: str, argument: str, value: Any, *, least: float | None = N
 def rounding(operation: str, value: object) -> Rounding:
     """Return where values are rounded, or raise for what is no such rule."""
     for known in ROUNDINGS:
-        if value == known:
+        if isinstance(value, str) and value == known:
             return known
     reject_value(operation, "rounding", 'be "fused" or "staged"', repr(value))
 
@@ -99,7 +107,7 @@ def same_dtype(operation: str, argument: str, ref: ArrayRef, dtype: DType, owner
     """Require the dtype of another array."""
     if ref.dtype != dtype:
         reject_type(
-            operation, argument, f"have the dtype of {owner} ({dtype.name})", ref.dtype.name
+            operation, argument, f"have the dtype of {owner} ({dtype.name})", dtypes.text(ref.dtype)
         )
 
 
@@ -117,18 +125,14 @@ def destination(
     ref = operand(operation, argument, obj, shape, place, tokens=tokens, allowed=allowed)
     if not ref.writable:
         reject_value(operation, argument, "be writable", "a read-only array")
-    axes = [axis for axis in range(ref.ndim) if ref.size and ref.shape[axis] > 1]
-    span = ref.dtype.itemsize
-    for axis in sorted(axes, key=lambda axis: abs(ref.strides[axis])):
-        step = abs(ref.strides[axis])
-        if step < span:
-            reject_value(
-                operation,
-                argument,
-                "have elements that do not overlap",
-                f"a stride of {ref.strides[axis]} bytes along axis {axis}",
-            )
-        span += (ref.shape[axis] - 1) * step
+    axis = overlapping_axis(ref.shape, ref.strides, range(ref.ndim), ref.dtype.itemsize)
+    if axis is not None and ref.size:
+        reject_value(
+            operation,
+            argument,
+            "have elements that do not overlap",
+            f"a stride of {ref.strides[axis]} bytes along axis {axis}",
+        )
     return ref
 
 

@@ -12,7 +12,7 @@ from cupy_mla._plan_fused import FusedQInputs, FusedQPlan, Operand
 from cupy_mla.dtypes import DType
 from cupy_mla.errors import reject_value
 
-from .checks import array, shape_text
+from .checks import array, check_outputs, shape_text
 from .operands import (
     Place,
     described,
@@ -93,6 +93,24 @@ def fused_q(operation: str, given: QueryArguments) -> tuple[FusedQPlan, FusedQIn
         mqa_q_out=mqa_q_out,
         index_q_out=index.q_out,
         index_weights_out=index.weights_out,
+    )
+    check_outputs(
+        operation,
+        [
+            ("index_q_out", index.q_out),
+            ("index_weights_out", index.weights_out),
+            ("mqa_q_out", mqa_q_out),
+        ],
+        [
+            ("positions", positions),
+            ("q_pe", q_pe),
+            ("q_pe_cos_sin_cache", q_table),
+            ("index_q", index.q),
+            ("index_q_cos_sin_cache", index.table),
+            ("ql_nope", ql_nope),
+            ("q_scale", q_scale),
+            ("index_weights", index.weights),
+        ],
     )
     return plan, inputs
 

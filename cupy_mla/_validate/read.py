@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cupy_mla import dtypes
 from cupy_mla._arrays import ArrayRef
 from cupy_mla._plan import CachePlan, ReadPlan
@@ -17,10 +15,7 @@ from .checks import array, check_indices, shape_text
 
 def out_dtype(operation: str, value: Any) -> DType:
     """Return the dtype that rows are to be read as."""
-    name = value if isinstance(value, str) else str(value).rpartition(".")[2]
-    if isinstance(value, (np.dtype, type)):
-        name = np.dtype(value).name
-    found = dtypes.named(name)
+    found = dtypes.of(value)
     if found is None or found not in dtypes.INPUT_DTYPES:
         reject_type(operation, "out_dtype", "be bfloat16, float16 or float32", repr(value))
     return found

@@ -22,11 +22,19 @@ def number_scale(operation: str, argument: str, value: Any) -> float:
     """Return a host number as a float32 scale that is finite and above 0."""
     if not _is_real(value):
         reject_type(operation, argument, "be a number or an array", type(value).__name__)
-    with np.errstate(all="ignore"):
-        single = float(np.float32(value))
+    single = single_of(value)
     if not (math.isfinite(single) and single > 0.0):
         reject_value(operation, argument, "be finite and > 0 (as float32)", value)
     return single
+
+
+def single_of(value: Any) -> float:
+    """Return a real number as the nearest float32, infinity for one that is too large."""
+    try:
+        with np.errstate(all="ignore"):
+            return float(np.float32(value))
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _is_number(value: Any) -> bool:

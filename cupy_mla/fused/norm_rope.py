@@ -123,9 +123,9 @@ class FusedNormRope:
 
     def _prepare(self, operation: str, given: _validate.LayerArguments, *, lasting: bool) -> None:
         self._plan: NormRopeLayerPlan
-        self._plan, layer = _validate.norm_rope_layer(operation, given, live=lasting)
+        self._plan, self._layer = _validate.norm_rope_layer(operation, given, live=lasting)
         self._backend = backends.for_device(self._plan.device)
-        self._target = self._backend.norm_rope_target(self._plan, layer, lasting=lasting)
+        self._target = self._backend.norm_rope_target(self._plan, self._layer, lasting=lasting)
         self._shortcuts = Shortcuts()
 
     @classmethod
@@ -193,7 +193,9 @@ class FusedNormRope:
 
     def _run(self, arrays: Sequence[Any], stream: Any) -> tuple[Any, Launch | None]:
         """Do a step; return the normed query, and what does the same by addresses."""
-        plan, inputs = _validate.norm_rope_step(self._plan, _validate.StepArguments(*arrays))
+        plan, inputs = _validate.norm_rope_step(
+            self._plan, self._layer, _validate.StepArguments(*arrays)
+        )
         if plan.layer.device.kind == "cpu":
             _validate.host_stream(plan.operation, stream)
         made = self._backend.norm_rope(plan, inputs, self._target, stream)
@@ -327,7 +329,8 @@ def fused_norm_rope(
         The indexer rotates pairs (2i, 2i + 1) where true (GLM-5.2), else pairs (i, i + P'/2)
         (DeepSeek-V3.2).
     q_c_out : array [T', Q], optional
-        Gets the normed query, of the dtype of `q_c`; may be `q_c` itself.
+        Gets the normed query, of the dtype of `q_c`; may be `q_c` itself. Else what is written
+        shares no memory with anything that is given.
     indexer_slot_mapping : int32 or int64 array [T'], optional
         Rows in the indexer cache where they are not those of `slot_mapping`.
     scale_format : {"float32", "ue8m0"}
@@ -336,7 +339,8 @@ def fused_norm_rope(
         ``fused`` rounds once, to what is stored. ``staged`` rounds to the inputs' dtype after
         each norm and after RoPE as well, as separate operations do.
     kv_c_out, k_pe_out : array [T', R], [T', P], optional
-        Get the normed and the rotated part of the key, of the dtype of `q_c`.
+        Get the normed and the rotated part of the key, of the dtype of `q_c`; may be `kv_c` and
+        `k_pe` themselves.
     stream : object, optional
         A stream of the arrays' device; None for host arrays.
 

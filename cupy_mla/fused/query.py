@@ -67,6 +67,7 @@ def fused_q(
     index_weights_out : float32 array [T', I], optional
     mqa_q_out : array, optional
         ``[T', H, R + P]`` of uint8 or float8_e4m3fn, or ``[T', H, P]`` of the dtype of `q_pe`.
+        No output shares memory with another one or with an input.
     stream : object, optional
         A stream of the arrays' device; None for host arrays.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_mla import _validate, backends
-from cupy_mla._arrays import CPU, DeviceId, describe
+from cupy_mla._arrays import CPU, DeviceId
 from cupy_mla.errors import reject_type, reject_value
 from cupy_mla.layouts import CacheLayout
 
@@ -115,11 +115,12 @@ def slot_numbers(operation: str, slots: Any, rows: CacheRows) -> tuple[Array, in
 
 def _host_slots(operation: str, slots: Any, device: DeviceId) -> Array:
     if isinstance(slots, Sequence) and not isinstance(slots, (str, bytes)):
-        values = np.asarray(slots)
+        try:
+            values = np.asarray(slots)
+        except ValueError:
+            reject_value(operation, "slots", "have shape [n]", "a sequence of unequal sequences")
         return values.astype(np.int64) if not values.size else values
-    ref = describe(slots)
-    if ref is None:
-        reject_type(operation, "slots", "be an array or a sequence", type(slots).__name__)
+    ref = _validate.array(operation, "slots", slots)
     if ref.device is not None and ref.device.kind == "cuda":
         _validate.same_device(operation, "slots", ref, device, "kv_cache")
     return backends.for_device(ref.device or CPU).host_copy(ref)

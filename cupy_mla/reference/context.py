@@ -36,7 +36,8 @@ def insert_context(plan: ContextPlan, inputs: ContextInputs, target: HostTarget)
         the cache, its position is not in the table.
     """
     kv = inputs.kv.host_view()
-    kv = kv.reshape(*kv.shape[:1], plan.num_layers, -1) if kv.ndim == 2 else kv
+    if kv.ndim == 2:
+        kv = kv.reshape(len(kv), plan.num_layers, plan.kv_lora_rank + plan.rope_dim)
     positions = None if inputs.positions is None else inputs.positions.host_view()
     table = None if inputs.table is None else inputs.table.host_view()
     weights = inputs.weight.host_view()

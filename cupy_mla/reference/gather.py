@@ -8,7 +8,6 @@ import numpy as np
 
 from cupy_mla._arrays import ArrayRef, byte_view
 from cupy_mla._plan import BlockTable, BlockTablePlan, CachePlan, GatherPlan, IndexerGatherPlan
-from cupy_mla.errors import reject_value
 
 from . import rows
 from .insert import HostTarget
@@ -81,10 +80,7 @@ def gather(plan: GatherPlan, arrays: BlockTable, target: HostTarget, out: ArrayR
 def _count(plan: GatherPlan, arrays: BlockTable) -> int:
     if plan.tokens is not None:
         return plan.tokens
-    last = int(arrays.first.host_view()[-1])
-    if last < 0:
-        reject_value(plan.operation, "cu_seq_lens", "end with the number of tokens", last)
-    return last
+    return plan.counted(int(arrays.first.host_view()[-1]))
 
 
 def gather_indexer(

@@ -27,6 +27,7 @@ def context_plan(kv, slots, weight):
         rounding_rule="staged",
         num_layers=3,
         sizes=(512, 64),
+        caches=(),
         device=CPU,
     )
     return plan

@@ -104,7 +104,7 @@ REFUSED = [
     (("fp8",), {"capability": 90}, "kv_cache_dtype", [SM90, "got 'fp8'", "FlashAttention 3"]),
     (("fp8",), {"capability": (9, 0)}, "kv_cache_dtype", [SM90]),
     (("fp8_e5m2",), {"capability": 90}, "kv_cache_dtype", [SM90, "got 'fp8_e5m2'"]),
-    (("fp8_e5m2",), {}, "kv_cache_dtype", [EITHER]),
+    (("fp8_e5m2",), {}, "kv_cache_dtype", [EITHER, "none of the registered backends reads"]),
     (("auto",), {}, "kv_cache_dtype", [EITHER, "got 'auto'", "unquantised"]),
     (("bfloat16",), {"capability": 90}, "kv_cache_dtype", [SM90, "unquantised"]),
     (("bfloat16", "flashmla_sparse"), {}, "kv_cache_dtype",
@@ -115,7 +115,8 @@ REFUSED = [
     (("fp8_ds_mla", "flashinfer_sparse"), {}, "kv_cache_dtype", ['"fp8_e4m3"', "'fp8_ds_mla'"]),
     (("fp8", "flashinfer_sparse"), {"capability": 90}, "backend", ["SM90", '"flashmla_sparse"']),
     (("fp8_ds_mla", "flashmla"), {}, "backend", ["flashinfer_sparse, flashmla_sparse"]),
-    (("fp8_ds_mla",), {"capability": (12, 0)}, "capability", ["SM120"]),
+    (("fp8_ds_mla",), {"capability": (12, 0)}, "capability",
+     ["SM120", '9.x: "fp8_ds_mla" with backend "flashmla_sparse"; 10.x: ' + EITHER]),
     (("fp8_ds_mla", "flashmla_sparse"), {"capability": 80}, "backend", ["SM80"]),
     (("fp8_ds_mla",), {"capability": 0}, "capability", ["(9, 0)"]),
     (("fp8_ds_mla",), {"capability": (9, 10)}, "capability", ["(9, 10)"]),
@@ -134,6 +135,14 @@ REFUSED = [
 def test_a_refusal_names_the_option_to_choose(given, options, argument, fragments):
     with rejected(ValueError, OPERATION, argument, *fragments):
         select_cache_policy(*given, **options)
+
+
+@pytest.mark.parametrize("backend", [["flashmla_sparse"], 9, {"a": 1}])
+def test_a_backend_is_a_name(backend):
+    with rejected(TypeError, OPERATION, "backend", "name", type(backend).__name__):
+        select_cache_policy("fp8_ds_mla", backend)
+    with rejected(TypeError, "unregister_backend", "name", type(backend).__name__):
+        policy.unregister_backend(backend)
 
 
 @pytest.mark.parametrize("capability", ["90", 9.0, True, (9, 0, 0), (9.0, 0), ()])
@@ -160,7 +169,8 @@ def test_a_registered_backend_is_chosen_and_named(table):
         assert chosen == CachePolicy("dense_mla", get_layout("float16"), False, False)
     with rejected(ValueError, OPERATION, "kv_cache_dtype", '"bfloat16" with backend "dense_mla"'):
         select_cache_policy("fp8", "dense_mla")
-    with rejected(ValueError, OPERATION, "kv_cache_dtype", '"fp8_e4m3" with', "SM100"):
+    fragments = ['"fp8_e4m3" with', "SM100", "only dense_mla can read"]
+    with rejected(ValueError, OPERATION, "kv_cache_dtype", *fragments):
         select_cache_policy("float16", capability=100)
 
 
@@ -187,7 +197,16 @@ def test_an_entry_is_replaced_only_on_purpose(table):
         ({"name": 3}, TypeError, "name"),
         ({"layouts": []}, ValueError, "layouts"),
         ({"layouts": ["auto"]}, ValueError, "layouts"),
-        ({"layouts": ["fp4"]}, ValueError, "kv_cache_dtype"),
+        ({"layouts": ["fp4"]}, ValueError, "layouts"),
+        ({"layouts": "fp8"}, TypeError, "layouts"),
+        ({"layouts": None}, TypeError, "layouts"),
+        ({"layouts": [8]}, TypeError, "layouts"),
+        ({"architectures": 9}, TypeError, "architectures"),
+        ({"architectures": "9"}, TypeError, "architectures"),
+        ({"architectures": [9.0]}, TypeError, "architectures"),
+        ({"architectures": [0]}, ValueError, "architectures"),
+        ({"exponent_only": ["9"]}, TypeError, "exponent_only"),
+        ({"scale_format": np.dtype("f4")}, ValueError, "scale_format"),
         ({"scale_format": "e8m0"}, ValueError, "scale_format"),
     ],
 )

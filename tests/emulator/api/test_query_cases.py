@@ -1,5 +1,0 @@
-"""The cases of fused_q and indexer_k_quant_and_cache, on emulated device arrays."""
-
-from tests.cpu.test_fused_q import *  # noqa: F403
-from tests.cpu.test_fused_q_arrays import *  # noqa: F403
-from tests.cpu.test_indexer import *  # noqa: F403
