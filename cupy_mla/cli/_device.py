@@ -144,8 +144,8 @@ def _kernel_cache_dir() -> str | None:
     """Return where CuPy keeps compiled kernels; None for in memory only."""
     if os.environ.get("CUPY_CACHE_IN_MEMORY") == "1":
         return None
-    default = Path("~/.cupy/kernel_cache").expanduser()
-    return os.environ.get("CUPY_CACHE_DIR") or str(default)
+    # Not expanded: it goes into stored results, which are no place for somebody's home.
+    return os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
 
 
 def _gpus(cupy: ModuleType) -> list[dict[str, Any]]:

@@ -43,7 +43,8 @@ def test_every_byte_is_the_oracles(backend, rng, scale_fmt, dtype, block_pad):
 @pytest.mark.parametrize("block_size", [1, 3, 64])
 def test_block_sizes(backend, rng, block_size):
     k = random_rows(rng, (5, 128), oracle.BFLOAT16)
-    slots = np.array([0, block_size - 1, block_size, 2 * block_size, 3 * block_size])
+    places = [0, block_size - 1, block_size, 2 * block_size, 3 * block_size]
+    slots = np.unique(places)  # blocks of one row have them twice
     check(backend, k, slots, block_size=block_size)
 
 
