@@ -55,6 +55,17 @@ def saturates(x: Floats, scale: Floats | np.float32, dtype: DType) -> int:
     return int(np.count_nonzero(beyond))
 
 
+def largest(magnitudes: Floats) -> Floats:
+    """Return the largest number along the last axis, 0 where there is none but NaN.
+
+    Not by ``fmax``, which hands a signalling NaN on.
+    """
+    found: Floats = np.where(np.isnan(magnitudes), np.float32(0), magnitudes).max(
+        axis=-1, initial=0
+    )
+    return found
+
+
 def tile_scales(x: Floats, tile: int, scale_format: str) -> Floats:
     """Return the float32 scale of each tile of a row.
 
@@ -73,7 +84,7 @@ def tile_scales(x: Floats, tile: int, scale_format: str) -> Floats:
     """
     tiles = np.abs(x.reshape(x.shape[0], x.shape[1] // tile, tile))
     with np.errstate(all="ignore"):
-        amax: Floats = np.fmax.reduce(tiles, axis=2, initial=np.float32(0))
+        amax = largest(tiles)
         raw = amax / _E4M3_MAX
         if scale_format == "float32":
             floored: Floats = np.maximum(raw, _FLT_MIN)

@@ -12,7 +12,7 @@ from cupy_mla.layouts import CacheLayout
 
 from .casts import widen
 from .context import admit
-from .fp8 import Codes, Floats, quantize
+from .fp8 import Codes, Floats, largest, quantize
 from .insert import HostTarget
 from .store import HostRows
 
@@ -38,7 +38,7 @@ def row_scales(x: Floats, scale_format: str) -> Floats:
         The largest magnitude of a row ignores NaN.
     """
     with np.errstate(all="ignore"):
-        amax: Floats = np.fmax.reduce(np.abs(x), axis=-1, initial=np.float32(0))
+        amax = largest(np.abs(x))
         raw: Floats = np.divide(np.maximum(amax, _LEAST_AMAX), _E4M3_MAX, dtype=np.float32)
     if scale_format == "float32":
         return raw

@@ -271,3 +271,19 @@ def test_rows_must_be_bfloat16(backend, dtype):
     writer = GroupedCacheWriter([cache.array], "fp8_ds_mla")
     with helpers.rejected(TypeError, "insert", "kv_c", "bfloat16", dtype.name, caches=[cache]):
         writer.insert(kv_c, k_pe, slots)
+
+
+@pytest.mark.parametrize("bits", [0x7F81, 0xFF81, 0x7FC1], ids=hex)
+@pytest.mark.parametrize("place", [0, 3, 127])
+def test_no_kind_of_nan_makes_a_scale(backend, bits, place):
+    """A signalling NaN, too, is passed over where the largest magnitude is looked for."""
+    cache = make_cache(backend, "fp8_ds_mla")
+    kv_c = helpers.row_of([2.0] * 512)[0]
+    kv_c.view(np.uint16)[0, place] = bits
+    k_pe = np.zeros((1, 64), oracle.BFLOAT16)
+    slots = backend.array(np.array([1]))
+    concat_and_cache_mla(backend.array(kv_c), backend.array(k_pe), cache.array, slots, "fp8_ds_mla")
+    row = cache.row(1)
+    assert row[512:528].tobytes().hex() == "2549923b" * 4  # 2 / 448
+    assert row[place] == 0x7F
+    assert np.all(np.delete(row[:512], place) == 0x7E)
