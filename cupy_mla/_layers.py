@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import _validate, backends, dtypes
-from ._arrays import CPU, ArrayRef
+from ._arrays import CPU, ArrayRef, DeviceId
 from .errors import reject_type, reject_value
 from .layouts import CacheLayout, build_layout, canonical_name, check_sizes
 
@@ -75,12 +75,16 @@ class Layers:
     tables: list[Any]
     is_neox: bool
 
-    def context(self, backend: _Stacks) -> LayerContext:
+    def context(self, backend: _Stacks, device: DeviceId) -> LayerContext:
         """Copy the norms' weights, so that the layers may change or go.
 
         Tables of several layers have to hold the same; those that are not one array are compared,
-        which waits for the device.
+        which waits for the device. Weights are where the caches are (`device`), or on the host.
         """
+        for layer, ref in enumerate(self.norm_weights or ()):
+            if ref.device not in (None, CPU):
+                argument = f"layers[{layer}].norm_weight"
+                _validate.same_device(_OPERATION, argument, ref, device, "the caches")
         _check_tables(self.tables)
         weight = None if self.norm_weights is None else backend.stack(self.norm_weights)
         table = self.tables[0] if self.tables else None

@@ -176,7 +176,7 @@ class GroupedCacheWriter:
             scale_format=scale_format,
             collect_stats=collect_stats,
         )
-        writer._context = found.context(writer._backend)
+        writer._context = found.context(writer._backend, writer._device)
         return writer
 
     @property

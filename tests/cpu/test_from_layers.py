@@ -228,3 +228,22 @@ def test_layers_of_torch(rng):
         torch.from_numpy(step.table),
     )
     step.check(want)
+
+
+def test_norms_on_a_device_that_the_caches_are_not_on():
+    """Their addresses mean nothing in host memory, and are not read."""
+    layers = [
+        SimpleNamespace(
+            kv_cache=np.zeros((2, 4, 6), np.float32),
+            kv_lora_rank=4,
+            qk_rope_head_dim=2,
+            kv_a_layernorm=SimpleNamespace(
+                weight=helpers.FakeDevice((4,), "<f4"), variance_epsilon=1e-6
+            ),
+            rotary_emb=SimpleNamespace(
+                cos_sin_cache=np.ones((8, 2), np.float32), is_neox_style=True
+            ),
+        )
+    ]
+    with helpers.rejected(ValueError, "from_layers", "norm_weight", "same CUDA device"):
+        GroupedCacheWriter.from_layers(layers)
