@@ -209,7 +209,7 @@ def test_demo_notices_a_fault_of_the_first_insert_alone(capsys, monkeypatch):
 
     def broken(writer, kv_c, k_pe, slots):
         calls.append(slots)
-        writer.insert(kv_c * 2 if len(calls) == 1 else kv_c, k_pe, slots)
+        writer.insert(kv_c + kv_c if len(calls) == 1 else kv_c, k_pe, slots)
 
     monkeypatch.setattr(demo, "insert_grouped", broken)
     status, _ = run_json(capsys, "demo", *SMALL, "--format", "fp8")
