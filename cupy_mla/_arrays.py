@@ -314,7 +314,7 @@ def _from_interface(obj: Any, interface: dict[str, Any], on_device: bool) -> Arr
     return ArrayRef(obj, ptr, shape, strides, dtype, device, not read_only, "interface")
 
 
-#: Asks the driver which device owns a pointer; set by the CUDA backend when it starts.
+#: Asks the driver which device owns a pointer; set by `backends`, which knows who can ask.
 pointer_device: Callable[[int], int] | None = None
 
 

@@ -209,6 +209,16 @@ class NumpyBackend(NumpyFused):
 _NUMPY = NumpyBackend()
 
 
+def _pointer_device(ptr: int) -> int:
+    """Return the number of the CUDA device that owns an address."""
+    from ._cuda import cupy_device
+
+    return cupy_device.pointer_device(ptr)
+
+
+_arrays.pointer_device = _pointer_device
+
+
 def for_device(device: DeviceId) -> Backend:
     """Return the backend of a device.
 

@@ -90,6 +90,18 @@ def device(ordinal: int) -> CupyDevice:
     return CupyDevice(cupy, ordinal)
 
 
+def pointer_device(ptr: int) -> int:
+    """Return the number of the device that owns an address.
+
+    Raises
+    ------
+    BackendUnavailable
+        Where CuPy or a driver is missing.
+    """
+    runtime = device(0)._runtime
+    return int(runtime.pointerGetAttributes(ptr).device)
+
+
 @contextmanager
 def _cache_in_memory() -> Iterator[None]:
     """Keep CuPy from its cache on disk, which it offers by an environment variable alone."""

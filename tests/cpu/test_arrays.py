@@ -7,7 +7,8 @@ import gc
 import numpy as np
 import pytest
 
-from cupy_mla import GroupedCacheWriter, concat_and_cache_mla
+from cupy_mla import BackendUnavailable, GroupedCacheWriter, _arrays, concat_and_cache_mla
+from cupy_mla._cuda import cupy_device
 from tests import helpers
 from tests.helpers import make_cache
 
@@ -99,3 +100,40 @@ def test_layers_come_in_an_order(caches):
         GroupedCacheWriter(caches)
     with helpers.rejected(TypeError, "GroupedCacheWriter", "kv_cache_dtype", "list or tuple"):
         GroupedCacheWriter([np.zeros((2, 4, 576), np.float32)], {"float32"})
+
+
+def test_an_interface_that_names_no_device_is_asked_for_at_the_driver(monkeypatch):
+    """Its address alone says on which of several devices it lies."""
+    asked = []
+
+    def pointer_device(address):
+        asked.append(address)
+        return 3
+
+    monkeypatch.setattr(_arrays, "pointer_device", pointer_device)
+
+    class OnDevice:
+        def __init__(self):
+            self.__cuda_array_interface__ = {
+                "shape": (3, 512),
+                "typestr": "<f4",
+                "data": (0x7F0000001000, False),
+                "version": 3,
+            }
+
+    cache = make_cache(helpers.Backend(), "float32")
+    _, k_pe = rows()
+    with helpers.rejected(
+        ValueError, "concat_and_cache_mla", "kv_c", "same CUDA device", "cuda:3", caches=[cache]
+    ):
+        concat_and_cache_mla(OnDevice(), k_pe, cache.array, np.arange(3))
+    assert asked == [0x7F0000001000]
+
+
+def test_without_cupy_a_device_array_that_names_no_device_is_one_clear_error(monkeypatch):
+    def missing(ordinal):
+        raise BackendUnavailable("CuPy is needed")
+
+    monkeypatch.setattr(cupy_device, "device", missing)
+    with pytest.raises(BackendUnavailable, match="CuPy"):
+        _arrays.pointer_device(0x7F0000001000)
