@@ -93,9 +93,3 @@ def tile_scales(x: Floats, tile: int, scale_format: str) -> Floats:
     # Any mantissa bit carries into the exponent: the smallest power of two not below.
     powers: Floats = ((bits + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000)).view(np.float32)
     return powers
-
-
-def dequantize(codes: Codes, scale: Floats | np.float32, dtype: DType) -> Floats:
-    """Return ``float32(code) * scale``, rounded once to float32."""
-    with np.errstate(all="ignore"):
-        return np.multiply(codes.view(dtype).astype(np.float32), scale, dtype=np.float32)
