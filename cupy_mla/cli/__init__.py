@@ -109,6 +109,7 @@ def _run(argv: Sequence[str] | None) -> int:
         if args.traceback:
             traceback.print_exc()
         text = str(error) or type(error).__name__
+        text = text.removeprefix(f"{args.command}: ")  # named in front already
         sys.stderr.write(f"{args.prog}: error: {text}\n")
         return EXIT_USAGE
     return code

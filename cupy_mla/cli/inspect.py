@@ -118,7 +118,7 @@ def _scale(text: str) -> float:
 def _slot_ranges(text: str) -> list[range]:
     """Argument type for ``0:128,700``."""
     try:
-        return [
+        ranges = [
             range(int(start), int(stop) if colon else int(start) + 1)
             for start, colon, stop in (piece.partition(":") for piece in text.split(","))
         ]
@@ -126,6 +126,9 @@ def _slot_ranges(text: str) -> list[range]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no list of slots such as 0:128,700"
         ) from None
+    if not all(ranges):
+        raise argparse.ArgumentTypeError(f"{text!r} has a range without slots")
+    return ranges
 
 
 def run(args: argparse.Namespace) -> int:

@@ -569,3 +569,18 @@ def test_files_of_another_size_are_not_compared(capsys, saved):
 def test_arguments_that_are_wrong(capsys, arguments, fragment):
     assert main(["inspect", *arguments]) == 2
     assert fragment in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("slots", ["5:2", "0:4,7:7"])
+def test_a_range_without_slots_is_a_usage_error(capsys, tmp_path, slots):
+    path = tmp_path / "cache.npy"
+    np.save(path, np.zeros((4, 4, 656), np.uint8))
+    assert main(["inspect", str(path), "--layout", "fp8_ds_mla", "--slots", slots]) == 2
+    assert "range without slots" in capsys.readouterr().err
+
+
+def test_an_error_names_the_command_once(capsys, tmp_path):
+    path = tmp_path / "cache.txt"
+    path.write_text("no cache")
+    assert main(["inspect", str(path), "--layout", "fp8_ds_mla"]) == 2
+    assert capsys.readouterr().err.startswith("cupy-mla inspect: error: file must be")
