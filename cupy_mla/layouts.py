@@ -49,6 +49,11 @@ _DS_MLA_RANK = 512
 _DS_MLA_ROPE = 64
 _DS_MLA_TILE = 128
 
+#: Sizes of the layouts that have one only: kv_lora_rank and rope_dim.
+FIXED_SIZES = {"fp8_ds_mla": (_DS_MLA_RANK, _DS_MLA_ROPE)}
+#: Bytes of DeepSeek-V4's rows, which keep their scales behind the block: no layout here.
+BLOCK_PLANAR_WIDTH = 584
+
 #: DeepSeek-V3.2's indexer keys as DeepGEMM reads them.
 _INDEXER_DIM = 128
 

@@ -16,6 +16,7 @@ from .compiler import load
 from .device import Device
 from .fused import CudaFused
 from .insert import ALL_CACHES, ONE_CACHE, PreparedInsert, prepare, prepare_grouped
+from .prepared import Known
 from .read import CudaReads
 from .streams import Keeper, hold, wait_for_producers
 from .target import CallTarget, CudaTarget
@@ -60,7 +61,7 @@ class CudaBackend(CudaFused, CudaReads):
         super().__init__()
         self.device = device
         self._keeper = Keeper(device)
-        self._calls: dict[Any, PreparedInsert] = {}
+        self._calls = Known()
 
     def _stream(self, operation: str, stream: object, owner: ArrayRef) -> int:
         if stream is None:
@@ -104,12 +105,11 @@ class CudaBackend(CudaFused, CudaReads):
     def _prepared(self, plan: InsertPlan, target: CudaTarget | CallTarget) -> PreparedInsert:
         """Prepare the launches of inserts, once for all arrays that look the same."""
         if isinstance(target, CallTarget):
-            return _known(
-                self._calls,
+            return self._calls.get(
                 (plan, target.looks()),
                 lambda: prepare(self.device, plan, target),
             )
-        return _known(target.prepared, plan, lambda: prepare(self.device, plan, target))
+        return target.prepared.get(plan, lambda: prepare(self.device, plan, target))
 
     def insert(
         self,
@@ -162,8 +162,7 @@ class CudaBackend(CudaFused, CudaReads):
         return self.device.stream_getter(frameworks.pop())
 
     def _prepared_grouped(self, plan: InsertPlan, pointers: GroupedPointers) -> PreparedInsert:
-        return _known(
-            self._calls,
+        return self._calls.get(
             (plan, pointers.cache),
             lambda: prepare_grouped(self.device, plan, pointers.cache),
         )
@@ -205,19 +204,3 @@ class CudaBackend(CudaFused, CudaReads):
     def explain(self, groups: Sequence[tuple[int, ...]]) -> str:
         """Say how layers are written."""
         return f"written by {self.device.name}: "
-
-
-#: Plans that are kept ready; a service sees a few dozen shapes, not thousands at a time.
-_MOST_PREPARED = 512
-
-
-def _known(
-    known: dict[Any, PreparedInsert], key: Any, make: Callable[[], PreparedInsert]
-) -> PreparedInsert:
-    prepared = known.get(key)
-    if prepared is None:
-        prepared = make()
-        if len(known) >= _MOST_PREPARED:
-            known.clear()
-        known[key] = prepared
-    return prepared

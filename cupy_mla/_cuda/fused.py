@@ -79,11 +79,9 @@ class CudaFused(ABC):
         self, plan: ContextPlan, inputs: ContextInputs, target: CudaTarget
     ) -> PreparedContext:
         listed = isinstance(inputs.slots, tuple)
-        prepared: PreparedContext | None = target.prepared.get((plan, listed))
-        if prepared is None:
-            prepared = context.prepare(self.device, plan, target, listed=listed)
-            target.prepared[plan, listed] = prepared
-        return prepared
+        return target.prepared.get(
+            (plan, listed), lambda: context.prepare(self.device, plan, target, listed=listed)
+        )
 
     def insert_context(
         self, plan: ContextPlan, inputs: ContextInputs, target: CudaTarget, stream: object

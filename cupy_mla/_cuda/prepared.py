@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from .device import Arguments, Device
 from .geometry import LaunchShape
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 _POINTER = struct.Struct("<Q")
 #: Plans that are kept ready; a service sees a few dozen shapes, not thousands at a time.
@@ -97,9 +98,9 @@ class Known:
         self._made: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made for a key."""
-        found = self._made.get(key)
+        found: T | None = self._made.get(key)
         if found is None:
             found = make()
             with self._lock:

@@ -19,6 +19,7 @@ from cupy_mla.layouts import CacheLayout
 
 from . import params
 from .device import Device, Memory
+from .prepared import Known
 
 Array = np.ndarray[Any, Any]
 
@@ -144,7 +145,7 @@ class CudaTarget:
         self.caches, self._plans, self._scales = tuple(caches), tuple(plans), tuple(scales)
         self.framework = self.caches[0].framework
         #: Launches by plan, and the writer's shortcut to them.
-        self.prepared: dict[Any, Any] = {}
+        self.prepared = Known()
         self._write_table()
         zeros = np.zeros(max(self._counters.nbytes, self._errors.nbytes), np.uint8)
         for memory in (self._counters, self._errors):

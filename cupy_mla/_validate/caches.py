@@ -10,11 +10,14 @@ from cupy_mla._arrays import ArrayRef
 from cupy_mla._plan import CachePlan
 from cupy_mla.errors import reject_type, reject_value
 from cupy_mla.layouts import (
+    BLOCK_PLANAR_WIDTH,
+    FIXED_SIZES,
     CacheLayout,
     ScaleFormat,
     build_layout,
     canonical_name,
     check_scale_format,
+    get_layout,
 )
 
 from .checks import (
@@ -158,7 +161,7 @@ def whole_rows(operation: str, layout: CacheLayout, name_argument: str = "kv_cac
 def _width_text(ref: ArrayRef, layout: CacheLayout) -> str:
     width = ref.shape[-1]
     text = f"{width} in {shape_text(ref.shape)}"
-    if width == 584 and layout.is_fp8:
+    if width == BLOCK_PLANAR_WIDTH and layout.is_fp8:
         text += " (DeepSeek-V4's rows keep their scales behind the block: an unsupported layout)"
     return text
 
@@ -192,7 +195,9 @@ def _layout_of(
 
 
 #: Rows of fp8 with scales among the bytes, by width: no flat row is as wide in any known model.
-_TILED_WIDTHS = {656: "fp8_ds_mla", 584: "DeepSeek-V4's block-planar rows, which are unsupported"}
+_TILED_WIDTHS = {get_layout(name).row_bytes: name for name in FIXED_SIZES} | {
+    BLOCK_PLANAR_WIDTH: "DeepSeek-V4's block-planar rows, which are unsupported"
+}
 
 
 def _refuse_tiled_width(operation: str, argument: str, ref: ArrayRef, name: str) -> None:
@@ -232,7 +237,7 @@ def _named_layout(
     if sizes is None:
         _refuse_tiled_width(operation, argument, ref, name)
         # A reader of flat rows needs no border between latent and rotary part.
-        sizes = (512, 64) if name == "fp8_ds_mla" else (max(ref.shape[-1], 1), 0)
+        sizes = FIXED_SIZES.get(name) or (max(ref.shape[-1], 1), 0)
     layout = build_layout(operation, name, sizes[0], sizes[1], scale_format)
     check_dtype(operation, argument, ref, layout.accepted_dtypes, f" for {layout.name}")
     return layout
