@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -128,30 +127,33 @@ class CupyDevice:
     def __init__(self, cupy: Any, ordinal: int) -> None:
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
-        self._launch_kernel = cupy.cuda.driver.launchKernel
+        driver = cupy.cuda.driver
+        self._launch_kernel = driver.launchKernel
+        self._get_context, self._set_context = driver.ctxGetCurrent, driver.ctxSetCurrent
         self.ordinal = ordinal
         self.functions: dict[Any, Any] = {}
         self._modules: list[Any] = []
-        self._seen = threading.local()
+        with self.current():
+            self._runtime.free(0)  # a device has no context before its first runtime call
+            self._context = self._get_context()
         properties = self._runtime.getDeviceProperties(ordinal)
         self.name = properties["name"].decode()
         self.arch = f"sm_{properties['major']}{properties['minor']}"
         self.sm_count = int(properties["multiProcessorCount"])
         self.l2_bytes = int(properties["l2CacheSize"])
 
-    def current(self) -> AbstractContextManager[Any]:
-        """Make the device current for a block of code, and the former one again behind it."""
-        if self._runtime.getDevice() == self.ordinal and hasattr(self._seen, "context"):
-            return nullcontext()
-        return self._entered()
-
-    def _entered(self) -> AbstractContextManager[Any]:
-        scope: AbstractContextManager[Any] = self._cupy.cuda.Device(self.ordinal)
-        if not hasattr(self._seen, "context"):
-            with self._cupy.cuda.Device(self.ordinal):
-                self._runtime.free(0)  # a thread has no context before its first runtime call
-            self._seen.context = True
-        return scope
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device current for a block of code, and what was current again behind it."""
+        context, device = self._get_context(), self._runtime.getDevice()
+        self._runtime.setDevice(self.ordinal)
+        try:
+            yield
+        finally:
+            if context:
+                self._set_context(context)
+            else:  # a new thread's current device is not in use yet
+                self._runtime.setDevice(device)
 
     def compile(self, source: str, entry: str) -> int:
         """Compile and load a source by NVRTC; return the driver's function handle."""
@@ -168,8 +170,9 @@ class CupyDevice:
                 with _cache_in_memory():
                     module = self._module(source)
             function = module.get_function(entry)
+            handle = int(function.kernel.ptr)  # that of the device that is current
         self._modules.append((module, function))
-        return int(function.kernel.ptr)
+        return handle
 
     def _module(self, source: str) -> Any:
         module = self._cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
@@ -198,17 +201,17 @@ class CupyDevice:
         self, function: Any, grid: int, block: tuple[int, int]
     ) -> Callable[[Arguments, int], None]:
         """Return `launch` for one function and shape."""
-        launch_kernel, get_device = self._launch_kernel, self._runtime.getDevice
-        ordinal, seen, (width, height) = self.ordinal, self._seen, block
+        launch_kernel, get_context = self._launch_kernel, self._get_context
+        context, (width, height) = self._context, block
 
         def launch(arguments: Arguments, stream: int) -> None:
             # The driver knows no device but its thread's current context.
-            if get_device() == ordinal and getattr(seen, "context", False):
+            if get_context() == context:
                 launch_kernel(
                     function, grid, 1, 1, width, height, 1, 0, stream, arguments.address, 0
                 )
             else:
-                with self._entered():
+                with self.current():
                     launch_kernel(
                         function, grid, 1, 1, width, height, 1, 0, stream, arguments.address, 0
                     )

@@ -166,6 +166,7 @@ def test_jax_rows_for_torch_caches():
     jax = pytest.importorskip("jax")
     if not any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("JAX sees no GPU")
+    torch.cuda.set_device(0)  # JAX leaves the last device current that it has set up
     jnp = jax.numpy
     writer, caches = make_writer("bfloat16")
     slots = jnp.arange(TOKENS, dtype=jnp.int32)
