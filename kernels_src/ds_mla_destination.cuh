@@ -4,10 +4,11 @@
 #pragma once
 
 #include "ds_mla_rows.cuh"
-#include "encode_run.cuh"
 #include "lanes.cuh"
 #include "memory.cuh"
 #include "paging.cuh"
+#include "quotients.cuh"
+#include "rows.cuh"
 
 namespace cupy_mla {
 
@@ -38,7 +39,7 @@ struct DsMlaDestination {
     for (float value : values) amax = max_f32(amax, abs_f32(value));
     const float scale = tile_scale(amax);
     u32 codes[kRun / 4];
-    encode_run<E4m3>(Divider<false>(scale), values, codes);
+    encode_quotients<E4m3>(QuotientScale(scale), values, codes);
     const uint4 scales = DsMlaRows::collect_scales(scale);
     store_vector(destination + lane * kVectorBytes, {codes[0], codes[1], codes[2], codes[3]},
                  rows.streaming);
@@ -58,11 +59,10 @@ struct DsMlaDestination {
 #pragma unroll 1
     for (i32 i = first; i < first + kRun; ++i) amax = max_f32(amax, abs_f32(row.read_value(i)));
     const float scale = tile_scale(amax);
-    const Divider<false> divider(scale);
+    const QuotientScale divisor(scale);
 #pragma unroll 1
     for (i32 i = first; i < first + kRun; ++i) {
-      const float quotient = divider.divide(divider.bring_near(row.read_value(i)));
-      destination[i] = static_cast<u8>(E4m3::encode({quotient, 0.0f, 0.0f, 0.0f}));
+      destination[i] = static_cast<u8>(encode_two<E4m3>(divisor, row.read_value(i), 0.0f));
     }
     if (lane % DsMlaRows::kTileLanes == 0) {
       store_unaligned<4>(destination + layout::kScaleOffset + lane / DsMlaRows::kTileLanes * 4,

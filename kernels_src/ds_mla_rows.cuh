@@ -6,6 +6,7 @@
 #pragma once
 
 #include "fp8.cuh"
+#include "quotients.cuh"
 #include "rows.cuh"
 
 namespace cupy_mla {
@@ -100,13 +101,11 @@ struct DsMlaRows {
     }
     Encoded encoded;
     encoded.scale = tile_scale(amax);
-    const Divider<Input::kShortSignificand> divider(encoded.scale);
-    for_each_quad<Input>(latent, [&](int i, float (&values)[4]) {
-      if (!divider.is_usual()) {
-        for (float& value : values) value = divider.bring_near(value);
-      }
-      for (float& value : values) value = divider.divide(value);
-      encoded.codes[i] = E4m3::encode(values);
+    const QuotientScale divisor(encoded.scale);
+    for_each_quad<Input>(latent, [&](int i, const float (&values)[4]) {
+      float quotients[4];
+      divisor.divide_all(values, quotients);
+      encoded.codes[i] = E4m3::encode(quotients);
     });
     return encoded;
   }

@@ -2,22 +2,23 @@
 
 #pragma once
 
-#include "encode_run.cuh"
 #include "fp8.cuh"
 #include "memory.cuh"
 #include "paging.cuh"
+#include "quotients.cuh"
 #include "row_places.cuh"
+#include "rows.cuh"
 
 namespace cupy_mla {
 
 // `Row` gives a source row: read_run(first, values) and read_value(i).
 template <class Code>
 struct FlatDestination {
-  Divider<false> divider;
+  QuotientScale scale;
   bool streaming;
 
   __device__ __forceinline__ FlatDestination(const LayerEntry& entry, bool streaming)
-      : divider(scale_of(entry)), streaming(streaming) {}
+      : scale(scale_of(entry)), streaming(streaming) {}
 
   __device__ __forceinline__ static bool has_whole_runs(i32 width) { return width % kRun == 0; }
 
@@ -28,7 +29,7 @@ struct FlatDestination {
       float values[kRun];
       u32 codes[kRun / 4];
       row.read_run(first, values);
-      encode_run<Code>(divider, values, codes);
+      encode_quotients<Code>(scale, values, codes);
       store_vector(destination + first, {codes[0], codes[1], codes[2], codes[3]}, streaming);
     }
   }
@@ -38,8 +39,7 @@ struct FlatDestination {
   __device__ __forceinline__ void store_by_element(const Row& row, u8* destination,
                                                    i32 width) const {
     for (i32 i = static_cast<i32>(threadIdx.x); i < width; i += static_cast<i32>(blockDim.x)) {
-      const float quotient = divider.divide(divider.bring_near(row.read_value(i)));
-      destination[i] = static_cast<u8>(Code::encode({quotient, 0.0f, 0.0f, 0.0f}));
+      destination[i] = static_cast<u8>(encode_two<Code>(scale, row.read_value(i), 0.0f));
     }
   }
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fp8.cuh"
+#include "quotients.cuh"
 #include "rows.cuh"
 
 namespace cupy_mla {
@@ -20,14 +21,14 @@ struct FlatFp8Rows {
     uint4 data[kLoads];
   };
 
-  Divider<Input::kShortSignificand> divider;
+  QuotientScale scale;
   bool streaming;
 
   FlatFp8Rows() = default;
   __device__ __forceinline__ FlatFp8Rows(float scale, bool, bool streaming)
-      : divider(scale), streaming(streaming) {}
+      : scale(scale), streaming(streaming) {}
 
-  __device__ __forceinline__ bool takes_vectors() const { return divider.is_usual(); }
+  __device__ __forceinline__ bool takes_vectors() const { return scale.is_usual(); }
 
   __device__ __forceinline__ static bool has_whole_units(i32 lora_rank, i32 rope_dim) {
     return (lora_rank | rope_dim) % kUnit == 0;
@@ -46,7 +47,7 @@ struct FlatFp8Rows {
   __device__ __forceinline__ void store(const Fragment& fragment, u8* destination, u32 unit) const {
     u32 codes[4];
     for_each_quad<Input>(fragment.data, [&](int i, float (&values)[4]) {
-      for (float& value : values) value = divider.divide(value);
+      for (float& value : values) value = scale.divide(value);
       codes[i] = Code::encode(values);
     });
     store_vector(destination + unit * kUnit, {codes[0], codes[1], codes[2], codes[3]}, streaming);
@@ -56,7 +57,7 @@ struct FlatFp8Rows {
   __device__ __forceinline__ void count(const Fragment& fragment, Tally& tally) const {
     tally.nonfinite += count_nonfinite<Input>(fragment.data);
     for_each_quad<Input>(fragment.data, [&](int, float (&values)[4]) {
-      for (float value : values) tally.saturated += is_saturated<Code>(divider.divide(value));
+      for (float value : values) tally.saturated += is_saturated<Code>(scale.divide(value));
     });
   }
 
@@ -65,7 +66,7 @@ struct FlatFp8Rows {
                                                    u8* destination, Tally& tally) const {
     for (i32 i = threadIdx.x; i < rows.lora_rank + rows.rope_dim; i += blockDim.x) {
       const u32 bits = rows.element<typename Input::Bits>(token, i);
-      const float quotient = divider.divide(divider.bring_near(Input::widen(bits)));
+      const float quotient = scale.divide(scale.bring_near(Input::widen(bits)));
       tally.nonfinite += is_nonfinite<Input>(bits);
       tally.saturated += is_saturated<Code>(quotient);
       destination[i] = static_cast<u8>(Code::encode({quotient, 0.0f, 0.0f, 0.0f}));

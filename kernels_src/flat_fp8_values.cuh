@@ -52,7 +52,7 @@ struct FlatFp8Values {
 
   // Divides once more: statistics then cost nothing where nobody wants them.
   __device__ __forceinline__ bool is_saturated(float value) const {
-    return cupy_mla::is_saturated<Code>(scale.divide(mul_rn_f32(value, scale.factor)));
+    return cupy_mla::is_saturated<Code>(scale.divide(scale.bring_near(value)));
   }
 };
 

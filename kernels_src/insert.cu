@@ -42,12 +42,8 @@ __device__ __forceinline__ SlotArray find_slots(const InsertParams& p, i32 launc
   return {p.slots.data + layer * p.slots.layer_stride, p.slots.token_stride};
 }
 
-__device__ __forceinline__ LayerEntry find_cache(const InsertParams& p, i32 launch_layer,
-                                                 i32 layer) {
-  LayerEntry entry =
-      load_entry(p.layers != nullptr ? p.layers + p.first_layer + launch_layer : &p.layer);
-  if (p.cache_ptrs != nullptr) entry.cache = p.cache_ptrs[layer];
-  return entry;
+__device__ __forceinline__ LayerEntry find_cache(const InsertParams& p, i32 launch_layer) {
+  return load_entry(p.layers != nullptr ? p.layers + p.first_layer + launch_layer : &p.layer);
 }
 
 __device__ __forceinline__ float find_scale(const InsertParams& p, const LayerEntry& entry,
@@ -110,13 +106,19 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
 
   // Everything is asked for before anything is looked at: slots, rows and the layer's cache take
   // equally long to come. Rows of padding are thus read for nothing; the inputs do have them.
-  const i32 slot_token = first_token + static_cast<i32>(threadIdx.y * blockDim.x + threadIdx.x);
+  // The first threads look up slots, the last one prepares what all rows share: two warps, where
+  // a block has as many.
+  const u32 thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const i32 slot_token = first_token + static_cast<i32>(thread);
+  const bool prepares = thread == blockDim.x * blockDim.y - 1;
   u64 loaded_slot = 0;
+  u8* listed_cache = nullptr;
   LayerEntry entry;
-  if (slot_token < end_token) {
-    entry = find_cache(p, launch_layer, layer);
-    loaded_slot = load_slot(slots, slot_token, p.slot_bytes);
+  if (slot_token < end_token || prepares) {
+    entry = find_cache(p, launch_layer);
+    if (p.cache_ptrs != nullptr) listed_cache = p.cache_ptrs[layer];
   }
+  if (slot_token < end_token) loaded_slot = load_slot(slots, slot_token, p.slot_bytes);
   const LayerRows rows = find_rows(p, layer);
   const u32 units = Format::units(rows.lora_rank, rows.rope_dim);
   const bool from_vectors = reads_vectors<Format>(rows);
@@ -132,17 +134,18 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
     }
   }
 
+  if (p.cache_ptrs != nullptr) entry.cache = listed_cache;
   Tally tally = {0, 0, 0, 0};
   if (slot_token < end_token) {
     const i64 slot = slot_of(loaded_slot, p.slot_bytes);
     shared.destinations[slot_token - first_token] =
         claim_row(p, entry, layer, slot_token, slot, tally);
-    if (slot_token == first_token) {
-      const Format format(Format::kLayerScale ? find_scale(p, entry, layer) : 0.0f,
-                          entry.scale_ue8m0 != 0, p.stream_stores != 0);
-      shared.format = format;
-      shared.by_vectors = from_vectors && writes_vectors(entry) && format.takes_vectors();
-    }
+  }
+  if (prepares) {
+    const Format format(Format::kLayerScale ? find_scale(p, entry, layer) : 0.0f,
+                        entry.scale_ue8m0 != 0, p.stream_stores != 0);
+    shared.format = format;
+    shared.by_vectors = from_vectors && writes_vectors(entry) && format.takes_vectors();
   }
   __syncthreads();
   const Format format = shared.format;

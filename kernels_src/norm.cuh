@@ -13,8 +13,7 @@
 
 namespace cupy_mla {
 
-// Elements that a lane takes at a time of a row of kWideRow elements or more, and of others.
-constexpr int kRun = 16;
+// A lane takes kRun elements at a time of a row of kWideRow elements or more, and of others:
 constexpr int kNarrowRun = 4;
 constexpr i32 kWideRow = kLanes * kRun;
 

@@ -10,13 +10,10 @@
 namespace cupy_mla {
 
 // Input element types. `Bits` holds an element as it lies in memory.
-//
-// kShortSignificand: 11 significant bits or fewer, which Divider's fast path is proven for.
 
 struct Bfloat16 {
   using Bits = u16;
   static constexpr u32 kExponentMask = 0x7F80u;
-  static constexpr bool kShortSignificand = true;
   __device__ __forceinline__ static float widen(u32 bits) {
     return bf16_to_f32(static_cast<u16>(bits));
   }
@@ -25,7 +22,6 @@ struct Bfloat16 {
 struct Float16 {
   using Bits = u16;
   static constexpr u32 kExponentMask = 0x7C00u;
-  static constexpr bool kShortSignificand = true;
   __device__ __forceinline__ static float widen(u32 bits) {
     return f16_to_f32(static_cast<u16>(bits));
   }
@@ -34,7 +30,6 @@ struct Float16 {
 struct Float32 {
   using Bits = u32;
   static constexpr u32 kExponentMask = kInfinityBits;
-  static constexpr bool kShortSignificand = false;
   __device__ __forceinline__ static float widen(u32 bits) { return float_of(bits); }
 };
 
@@ -42,6 +37,9 @@ template <class Input>
 __device__ __forceinline__ bool is_nonfinite(u32 bits) {
   return (bits & Input::kExponentMask) == Input::kExponentMask;
 }
+
+// Consecutive float32 values that a thread holds of a row: as many as a vector has codes of fp8.
+constexpr int kRun = kVectorBytes;
 
 // Elements that a vector of 16 bytes holds.
 template <class Input>

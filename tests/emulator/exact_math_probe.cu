@@ -1,4 +1,5 @@
-// Every function of exact_math.cuh and fp8.cuh that decides bits, on arrays of operands.
+// Every function of exact_math.cuh, fp8.cuh and quotients.cuh that decides bits, on arrays of
+// operands.
 
 namespace probe {
 
@@ -56,5 +57,6 @@ extern "C" __global__ void exact_math_probe(const __grid_constant__ probe::Param
   put(cvt_rn_f16x2(a, b));
   put(canonical_f32(a));
   put(bits_of(ceil_power_of_two(a)));
-  put(bits_of(Divider<false>(b).divide(Divider<false>(b).bring_near(a))));
+  put(encode_two<E4m3>(QuotientScale(b), a, c));
+  put(encode_two<E5m2>(QuotientScale(b), a, c));
 }

@@ -1,5 +1,6 @@
-// Compares the quotients of quotients.cuh with IEEE division where codes can tell. Compiled behind
-// the flattened header; prints a name and the number of differences a line.
+// Compares the quotients of quotients.cuh with IEEE division where codes can tell, and the scales
+// of tiles. Compiled behind the flattened header; prints a name and the number of differences a
+// line.
 
 #include <algorithm>
 #include <cinttypes>
@@ -18,31 +19,14 @@ constexpr u32 kMantissas = 1u << 23;
 // -1, 0 or 1.
 int order(float a, float b) { return (a > b) - (a < b); }
 
-// Counts the quotients by which a number of 5 significand bits looks larger, equal or smaller than
-// by those of IEEE division: for every significand of a scale, every such number, and every x near
-// their product.
-template <class Divide>
-std::uint64_t wrong_sides(Divide divider_of) {
+// Adds up count(part, parts) over all cores.
+template <class Count>
+std::uint64_t in_parallel(Count count) {
   const unsigned parts = std::max(1u, std::thread::hardware_concurrency());
   std::vector<std::uint64_t> sums(parts);
   std::vector<std::thread> threads;
   for (unsigned part = 0; part < parts; ++part) {
-    threads.emplace_back([&, part] {
-      std::uint64_t wrong = 0;
-      for (u32 significand = part; significand < kMantissas; significand += parts) {
-        const float scale = float_of(kOne | significand);
-        const auto divide = divider_of(scale);
-        for (int sixteenths = 16; sixteenths < 32; ++sixteenths) {
-          const float number = static_cast<float>(sixteenths) / 16.0f;
-          const u32 product = bits_of(number * scale);
-          for (u32 bits = product - 4; bits <= product + 4; ++bits) {
-            const float x = float_of(bits);
-            wrong += order(divide(x), number) != order(x / scale, number);
-          }
-        }
-      }
-      sums[part] = wrong;
-    });
+    threads.emplace_back([&, part] { sums[part] = count(part, parts); });
   }
   std::uint64_t total = 0;
   for (unsigned part = 0; part < parts; ++part) {
@@ -50,6 +34,44 @@ std::uint64_t wrong_sides(Divide divider_of) {
     total += sums[part];
   }
   return total;
+}
+
+// Counts the quotients by which a number of 5 significand bits looks larger, equal or smaller than
+// by those of IEEE division: for every significand of a scale, every such number, and every x near
+// their product.
+template <class Divide>
+std::uint64_t wrong_sides(Divide divider_of) {
+  return in_parallel([divider_of](unsigned part, unsigned parts) {
+    std::uint64_t wrong = 0;
+    for (u32 significand = part; significand < kMantissas; significand += parts) {
+      const float scale = float_of(kOne | significand);
+      const auto divide = divider_of(scale);
+      for (int sixteenths = 16; sixteenths < 32; ++sixteenths) {
+        const float number = static_cast<float>(sixteenths) / 16.0f;
+        const u32 product = bits_of(number * scale);
+        for (u32 bits = product - 4; bits <= product + 4; ++bits) {
+          const float x = float_of(bits);
+          wrong += order(divide(x), number) != order(x / scale, number);
+        }
+      }
+    }
+    return wrong;
+  });
+}
+
+// Scales of tiles for every magnitude that float32 has.
+std::uint64_t tile_scales(float least) {
+  return in_parallel([least](unsigned part, unsigned parts) {
+    const u32 step = (kInfinityBits + parts) / parts;
+    const u32 end = std::min(kInfinityBits + 1, (part + 1) * step);
+    std::uint64_t wrong = 0;
+    for (u32 bits = part * step; bits < end; ++bits) {
+      const float quotient = float_of(bits) / 448.0f;
+      const float scale = quotient > least ? quotient : least;
+      wrong += bits_of(amax_scale(float_of(bits), least)) != bits_of(scale);
+    }
+    return wrong;
+  });
 }
 
 // Random bits as codes of both formats, by scales of every exponent.
@@ -99,4 +121,6 @@ int main() {
            return [scale](float x) { return scale.divide(x); };
          }));
   report("wrong_codes", wrong_codes());
+  report("tile_scales_float32", tile_scales(0x1p-126f));
+  report("tile_scales_ue8m0", tile_scales(1e-4f));
 }

@@ -1,4 +1,4 @@
-"""Quotients of float32 numbers, for every significand that matters: see quotients.cpp."""
+"""Quotients and the scales of tiles, for every number that matters: see quotients.cpp."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import pytest
 
 from cupy_mla._cuda import sources
 from tests.emulator import device as emulator
-from tests.emulator.test_division import FLAGS
+
+# For this machine alone, so that loops become vector instructions; IEEE in every other respect.
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +42,8 @@ def test_no_code_is_another_one_than_by_division(differences):
 
 def test_codes_by_scales_of_every_size(differences):
     assert differences["wrong_codes"] == 0
+
+
+@pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
+def test_the_scales_of_all_magnitudes_are_correctly_rounded(differences, scale_format):
+    assert differences[f"tile_scales_{scale_format}"] == 0

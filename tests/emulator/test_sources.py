@@ -59,8 +59,8 @@ def test_files_are_joined_once_each_and_before_their_users():
     assert len(opened) == len(set(opened))
     assert opened[0] == "insert.cu"
     assert text.index("alignas(16) LayerEntry {") < text.index("struct InsertParams {")
-    assert text.index("float fma_rn_f32(") < text.index("struct Divider {")
-    assert text.index("struct Divider {") < text.index("struct FlatFp8Rows {")
+    assert text.index("float fma_rn_f32(") < text.index("struct QuotientScale {")
+    assert text.index("struct QuotientScale {") < text.index("struct FlatFp8Rows {")
 
 
 def test_every_kernel_file_is_used():

@@ -74,7 +74,7 @@ def test_the_hardware_converts_where_it_can(layout, arch):
 
 @every_insert
 def test_inserts_divide_without_a_division(special):
-    """The point of Divider: neither division instruction nor a call for one."""
+    """The point of quotients.cuh: neither division instruction nor a call for one."""
     ptx = compiled(special, "sm_90").ptx
     assert not re.search(r"\bdiv\.(rn|full|approx)", ptx)
 
