@@ -59,39 +59,38 @@ __device__ __forceinline__ void context(const ContextParams& p) {
   const i32 first_token = block * p.block_tokens + static_cast<i32>(threadIdx.y);
   const i32 end_token = min((block + 1) * p.block_tokens, p.tokens);
 
-  // Everything is asked for before anything is looked at: slots, positions, weights, the layer's
-  // entry and the first row take equally long to come.
+  // Everything is asked for before anything is looked at: positions, slots, weights, the layer's
+  // entry and the first row take equally long to come. Angles alone have to wait for a position.
   const i32 own_token = first_token + lane * warps;
   const bool has_token = own_token < end_token;
   u64 loaded_slot = 0;
   u64 loaded_position = 0;
   if (has_token) {
-    loaded_slot = load_slot(slots, own_token, p.slot_bytes);
     if (p.positions != nullptr) {
       loaded_position = load_slot({p.positions, p.position_bytes}, own_token, p.position_bytes);
     }
+    loaded_slot = load_slot(slots, own_token, p.slot_bytes);
   }
+  const LayerEntry entry = load_entry(entry_address);
   SharedWeights& weights = block_shared<SharedWeights>();
   const bool is_wide = p.norm.lora_rank == kWideRow;
   QuadBits quad{};
   if (is_wide) {
     quad = SharedWeights::load(p.weight + layer * p.norm.weight_stride, p.norm.weight_type, thread);
   }
-  const LayerEntry entry = *entry_address;
   const u8* latent = p.kv + layer * p.kv_layer_stride + first_token * p.kv_token_stride;
-  const u8* angles = nullptr;
-  if (p.norm.rope.half != 0) {
-    angles = find_angles(p.norm.rope, p.table, slot_of(loaded_position, p.position_bytes));
-  }
-  KeyRows<Format> rows = {
-      p.norm, weights, p.weight + layer * p.norm.weight_stride,
-      angles, lane,    is_wide && is_vector_aligned(address_of(latent) | p.kv_token_stride),
-      false,  Format()};
-
-  KeyFragment<Input> fragment;
   const i64 rope_offset = p.norm.lora_rank * i64{sizeof(typename Input::Bits)};
-  if (first_token < end_token) rows.load(latent, latent + rope_offset, 0, fragment);
+  KeyRows<Format> rows = {
+      p.norm,  weights, p.weight + layer * p.norm.weight_stride,
+      nullptr, lane,    is_wide && is_vector_aligned(address_of(latent) | p.kv_token_stride),
+      false,   Format()};
+  KeyFragment<Input> fragment;
+  if (first_token < end_token) rows.load(latent, latent + rope_offset, fragment);
 
+  if (p.norm.rope.half != 0) {
+    rows.angles = find_angles(p.norm.rope, p.table, slot_of(loaded_position, p.position_bytes));
+  }
+  rows.load_angles(0, fragment);
   Tally tally = {0, 0, 0, 0};
   u8* destination = nullptr;
   bool is_padding = false;
@@ -99,7 +98,7 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     const Ledger ledger = {p.counters + layer * kCounters, p.errors};
     const i64 slot = slot_of(loaded_slot, p.slot_bytes);
     is_padding = slot < 0;
-    const bool has_position = p.norm.rope.half == 0 || angles != nullptr;
+    const bool has_position = p.norm.rope.half == 0 || rows.angles != nullptr;
     destination = claim_row(entry, ledger, layer, own_token, slot, has_position);
   }
   rows.to_vectors =
@@ -114,7 +113,8 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     KeyFragment<Input> next;
     const u8* next_latent = latent + warps * p.kv_token_stride;
     if (token + warps < end_token) {
-      rows.load(next_latent, next_latent + rope_offset, k + 1, next);
+      rows.load(next_latent, next_latent + rope_offset, next);
+      rows.load_angles(k + 1, next);
     }
     u8* to = shuffle_pointer(destination, k);
     const u32 before = tally.nonfinite;

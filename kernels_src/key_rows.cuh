@@ -28,17 +28,22 @@ struct KeyRows {
   bool to_vectors;
   Format format;
 
-  // Loads a key of which lane k knows the angles.
-  __device__ __forceinline__ void load(const u8* latent, const u8* rope, i32 k,
+  // Loads a key, but for its angles: where these are, a position has to say first.
+  __device__ __forceinline__ void load(const u8* latent, const u8* rope,
                                        KeyFragment<Input>& fragment) const {
     if (from_vectors) {
       load_run(latent, lane, fragment);
     } else if constexpr (Format::kTiled) {
       load_run_by_element(latent, lane, fragment);
     }
-    const u8* row_angles = shuffle_pointer(angles, k);
-    if (lane < norm.rope.half) {
-      fragment.pair = load_pair<Input>(norm.rope, row_angles, rope, lane);
+    if (lane < norm.rope.half) load_elements<Input>(norm.rope, rope, lane, fragment.pair);
+  }
+
+  // Loads the angles of a key of which lane k knows where they are.
+  __device__ __forceinline__ void load_angles(i32 k, KeyFragment<Input>& fragment) const {
+    const u8* row = shuffle_pointer(angles, k);
+    if (lane < norm.rope.half && row != nullptr) {
+      load_angle(norm.rope, row, lane, fragment.pair);
     }
   }
 

@@ -72,6 +72,14 @@ struct QuadBits {
             bits_of(widen_number(words[1] & 0xFFFFu, type)),
             bits_of(widen_number(words[1] >> 16, type))};
   }
+
+  __device__ __forceinline__ void widen(i32 type, float (&values)[4]) const {
+    const uint4 bits = widened(type);
+    values[0] = float_of(bits.x);
+    values[1] = float_of(bits.y);
+    values[2] = float_of(bits.z);
+    values[3] = float_of(bits.w);
+  }
 };
 
 // Weights of a row of kWideRow elements, widened for all warps of a block.

@@ -36,17 +36,19 @@ __device__ __forceinline__ Ledger ledger_of(const NormRopeParams& p, i32 cache) 
   return {p.counters + cache * kCounters, p.errors + cache * kErrorKinds};
 }
 
+// An index of the lane's own token as it lies in memory; 0 where there is none.
+__device__ __forceinline__ u64 load_own_index(const u8* indices, i32 bytes,
+                                              const WarpTokens& tokens) {
+  return indices != nullptr && tokens.has_own() ? load_slot({indices, bytes}, tokens.own(), bytes)
+                                                : 0;
+}
+
 // Angles of the lane's own token; null without a table, a position in it, or a token.
 __device__ __forceinline__ const u8* find_own_angles(const NormRopeParams& p,
                                                      const RopeTable& table, const u8* data,
-                                                     const WarpTokens& tokens) {
+                                                     u64 position, const WarpTokens& tokens) {
   if (table.half == 0 || !tokens.has_own()) return nullptr;
-  const u64 position = load_slot({p.positions, p.position_bytes}, tokens.own(), p.position_bytes);
   return find_angles(table, data, slot_of(position, p.position_bytes));
-}
-
-__device__ __forceinline__ i64 load_own_slot(const u8* slots, i32 bytes, const WarpTokens& tokens) {
-  return slot_of(load_slot({slots, bytes}, tokens.own(), bytes), bytes);
 }
 
 // --- the query
@@ -73,6 +75,15 @@ struct WideQuery {
     }
   }
 
+  __device__ __forceinline__ const u8* weight_of(i32 run) const {
+    return p.q_weight + run * kRun * number_bytes(p.q_weight_type);
+  }
+
+  // Asks for the weights, which are needed when the sum is there.
+  __device__ __forceinline__ void prefetch_weights() const {
+    for (i32 run = lane; run < p.q_width / kRun; run += kLanes) prefetch(weight_of(run));
+  }
+
   __device__ __forceinline__ static float add(float sum, const uint4 (&vectors)[kVectors]) {
     float values[kRun];
     widen_vectors<Input>(vectors, values);
@@ -85,8 +96,7 @@ struct WideQuery {
     float values[kRun];
     float weight[kRun];
     widen_vectors<Input>(vectors, values);
-    load_numbers_by_vectors(p.q_weight + run * kRun * number_bytes(p.q_weight_type),
-                            p.q_weight_type, weight);
+    load_numbers_by_vectors(weight_of(run), p.q_weight_type, weight);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values[i] = mul_rn_f32(mul_rn_f32(values[i], r), weight[i]);
     uint4 stored[kVectors];
@@ -146,6 +156,7 @@ __device__ __forceinline__ void norm_queries(const NormRopeParams& p, const Warp
   const bool by_vectors =
       is_wide && is_vector_aligned(address_of(p.q_c) | p.q_c_stride | address_of(p.q_c_out) |
                                    p.q_c_out_stride | address_of(p.q_weight));
+  if (by_vectors) WideQuery<Input>{p, tokens.lane}.prefetch_weights();
   for (i32 token = tokens.first; token < tokens.end; token += tokens.step) {
     const u8* from = p.q_c + token * p.q_c_stride;
     u8* to = p.q_c_out + token * p.q_c_out_stride;
@@ -216,53 +227,68 @@ struct KeyOutputs {
 template <class Format>
 __device__ __forceinline__ void store_keys(const NormRopeParams& p, const WarpTokens& tokens) {
   using Input = typename Format::Input;
-  SharedWeights& weights = block_shared<SharedWeights>();
-  const bool is_wide = p.key.lora_rank == kWideRow;
-  if (is_wide) {
-    const i32 thread = static_cast<i32>(threadIdx.y) * kLanes + tokens.lane;
-    const QuadBits quad = SharedWeights::load(p.kv_weight, p.key.weight_type, thread);
-    weights.put(quad, p.key.weight_type, thread);
-  }
-  const u8* angles = find_own_angles(p, p.key.rope, p.k_table, tokens);
+  // Everything is asked for before anything is looked at, as in context.cu.
+  const bool has_cache = p.slots != nullptr;
+  const u64 position = load_own_index(p.positions, p.position_bytes, tokens);
+  const u64 slot = load_own_index(p.slots, p.slot_bytes, tokens);
   LayerEntry entry = p.mla;
   entry.cache = p.mla_cache;
   entry.scale = p.mla_scale;
-  u8* destination = nullptr;
-  if (p.slots != nullptr && tokens.has_own()) {
-    destination = claim_row(entry, ledger_of(p, kMlaCache), kMlaCache, tokens.own(),
-                            load_own_slot(p.slots, p.slot_bytes, tokens),
-                            p.key.rope.half == 0 || angles != nullptr);
-  }
-  const bool streaming = p.stream_stores != 0;
+  const float scale = Format::kLayerScale && has_cache ? scale_of(entry) : 0.0f;
+  SharedWeights& weights = block_shared<SharedWeights>();
+  const bool is_wide = p.key.lora_rank == kWideRow;
+  const i32 thread = static_cast<i32>(threadIdx.y) * kLanes + tokens.lane;
+  QuadBits quad{};
+  if (is_wide) quad = SharedWeights::load(p.kv_weight, p.key.weight_type, thread);
+  const u8* latent = p.kv_c + tokens.first * p.kv_c_stride;
+  const u8* rope = p.k_pe + tokens.first * p.k_pe_stride;
   KeyRows<Format> rows = {
       p.key,
       weights,
       p.kv_weight,
-      angles,
+      nullptr,
       tokens.lane,
       is_wide && is_vector_aligned(address_of(p.kv_c) | p.kv_c_stride),
       is_vector_aligned(address_of(entry.cache) | entry.block_stride | entry.row_stride),
       Format()};
-  if (p.slots != nullptr) {
-    rows.format =
-        Format(Format::kLayerScale ? scale_of(entry) : 0.0f, entry.scale_ue8m0 != 0, streaming);
+  KeyFragment<Input> fragment;
+  if (tokens.first < tokens.end) rows.load(latent, rope, fragment);
+
+  rows.angles = find_own_angles(p, p.key.rope, p.k_table, position, tokens);
+  rows.load_angles(0, fragment);
+  u8* destination = nullptr;
+  if (has_cache && tokens.has_own()) {
+    destination =
+        claim_row(entry, ledger_of(p, kMlaCache), kMlaCache, tokens.own(),
+                  slot_of(slot, p.slot_bytes), p.key.rope.half == 0 || rows.angles != nullptr);
   }
+  const bool streaming = p.stream_stores != 0;
+  if (has_cache) rows.format = Format(scale, entry.scale_ue8m0 != 0, streaming);
   const bool outs_are_vectors = is_vector_aligned(address_of(p.kv_c_out) | p.kv_c_out_stride);
+  if (is_wide) weights.put(quad, p.key.weight_type, thread);
   __syncthreads();
 
   for (i32 token = tokens.first, k = 0; token < tokens.end; token += tokens.step, ++k) {
+    // The next one is on its way while this one is worked on.
+    KeyFragment<Input> next;
+    const u8* next_latent = latent + tokens.step * p.kv_c_stride;
+    const u8* next_rope = rope + tokens.step * p.k_pe_stride;
+    if (token + tokens.step < tokens.end) {
+      rows.load(next_latent, next_rope, next);
+      rows.load_angles(k + 1, next);
+    }
     u8* to = shuffle_pointer(destination, k);
-    if (to == nullptr && p.kv_c_out == nullptr && p.k_pe_out == nullptr) continue;
-    const KeyOutputs<Input> outputs = {
-        CopyValues<Input>(0.0f, false, streaming),
-        p.kv_c_out == nullptr ? nullptr : p.kv_c_out + token * p.kv_c_out_stride,
-        p.k_pe_out == nullptr ? nullptr : p.k_pe_out + token * p.k_pe_out_stride, tokens.lane,
-        outs_are_vectors};
-    const u8* latent = p.kv_c + token * p.kv_c_stride;
-    const u8* rope = p.k_pe + token * p.k_pe_stride;
-    KeyFragment<Input> fragment;
-    rows.load(latent, rope, k, fragment);
-    rows.store(latent, rope, k, fragment, to, outputs);
+    if (to != nullptr || p.kv_c_out != nullptr || p.k_pe_out != nullptr) {
+      const KeyOutputs<Input> outputs = {
+          CopyValues<Input>(0.0f, false, streaming),
+          p.kv_c_out == nullptr ? nullptr : p.kv_c_out + token * p.kv_c_out_stride,
+          p.k_pe_out == nullptr ? nullptr : p.k_pe_out + token * p.k_pe_out_stride, tokens.lane,
+          outs_are_vectors};
+      rows.store(latent, rope, k, fragment, to, outputs);
+    }
+    fragment = next;
+    latent = next_latent;
+    rope = next_rope;
   }
 }
 
@@ -274,8 +300,34 @@ struct IndexShared {
   float rows[tuning::kMaxThreads / kLanes][kIndexWidth];
 };
 
+// Weight and bias of a lane's run.
+struct IndexNorm {
+  float weight[kIndexRun];
+  float bias[kIndexRun];
+};
+
+// A lane's run of a key and its angles, as they lie in memory.
+struct IndexFragment {
+  QuadBits run;
+  u32 cos[kIndexRun];
+  u32 sin[kIndexRun];
+
+  __device__ __forceinline__ void load_angles(const RopeTable& table, const u8* angles, i32 lane) {
+    if (angles == nullptr) return;
+    const bool in_halves = table.step == 1;
+#pragma unroll
+    for (int i = 0; i < kIndexRun; ++i) {
+      const i32 element = lane * kIndexRun + i;
+      if (element >= 2 * table.half) continue;
+      const i32 pair = in_halves ? element % table.half : element / 2;
+      cos[i] = load_number_bits(angles, table.type, pair);
+      sin[i] = load_number_bits(angles, table.type, table.half + pair);
+    }
+  }
+};
+
 // LayerNorm of a lane's run.
-__device__ __forceinline__ void layer_norm(const NormRopeParams& p, i32 lane,
+__device__ __forceinline__ void layer_norm(const IndexNorm& norm, float eps,
                                            float (&values)[kIndexRun]) {
   constexpr float kInverseWidth = 1.0f / kIndexWidth;  // exact
   float sum = 0.0f;
@@ -285,21 +337,16 @@ __device__ __forceinline__ void layer_norm(const NormRopeParams& p, i32 lane,
 #pragma unroll
   for (int i = 0; i < kIndexRun; ++i) values[i] = sub_rn_f32(values[i], mean);
   const float squares = sum_over_lanes(add_squares(0.0f, values));
-  const float r = reciprocal_root(mul_rn_f32(squares, kInverseWidth), p.index_eps);
-  float weight[kIndexRun];
-  float bias[kIndexRun];
-  const i32 first = lane * kIndexRun;
-  load_numbers(p.index_weight + first * number_bytes(p.index_weight_type), p.index_weight_type,
-               weight);
-  load_numbers(p.index_bias + first * number_bytes(p.index_bias_type), p.index_bias_type, bias);
+  const float r = reciprocal_root(mul_rn_f32(squares, kInverseWidth), eps);
 #pragma unroll
   for (int i = 0; i < kIndexRun; ++i) {
-    values[i] = add_rn_f32(mul_rn_f32(mul_rn_f32(values[i], r), weight[i]), bias[i]);
+    values[i] = add_rn_f32(mul_rn_f32(mul_rn_f32(values[i], r), norm.weight[i]), norm.bias[i]);
   }
 }
 
 // RoPE of a lane's run; `row` is the warp's.
-__device__ __forceinline__ void rotate_index_run(const RopeTable& table, const u8* angles,
+__device__ __forceinline__ void rotate_index_run(const RopeTable& table,
+                                                 const IndexFragment& fragment,
                                                  float (&row)[kIndexWidth], i32 lane,
                                                  float (&values)[kIndexRun]) {
 #pragma unroll
@@ -310,14 +357,10 @@ __device__ __forceinline__ void rotate_index_run(const RopeTable& table, const u
     const i32 element = lane * kIndexRun + i;
     if (element >= 2 * table.half) continue;
     // Of the pair (a, b) this is a where it is first, else b.
-    const bool in_halves = table.step == 1;
-    const bool is_first = in_halves ? element < table.half : element % 2 == 0;
+    const bool is_first = table.step == 1 ? element < table.half : element % 2 == 0;
     const i32 other = is_first ? element + table.partner : element - table.partner;
-    const i32 pair = in_halves ? min(element, other) : element / 2;
-    const float cos = load_number(angles, table.type, pair);
-    const float sin = load_number(angles, table.type, table.half + pair);
-    const float by_cos = mul_rn_f32(values[i], cos);
-    const float by_sin = mul_rn_f32(row[other], sin);
+    const float by_cos = mul_rn_f32(values[i], widen_number(fragment.cos[i], table.type));
+    const float by_sin = mul_rn_f32(row[other], widen_number(fragment.sin[i], table.type));
     values[i] = is_first ? sub_rn_f32(by_cos, by_sin) : add_rn_f32(by_cos, by_sin);
   }
   __syncwarp(kWholeWarp);
@@ -326,35 +369,59 @@ __device__ __forceinline__ void rotate_index_run(const RopeTable& table, const u
 template <class Input>
 __device__ __forceinline__ void store_index_keys(const NormRopeParams& p,
                                                  const WarpTokens& tokens) {
-  const u8* angles = find_own_angles(p, p.index_rope, p.index_table, tokens);
+  // Everything is asked for before anything is looked at, as in context.cu.
+  const u64 position = load_own_index(p.positions, p.position_bytes, tokens);
+  const u64 slot = load_own_index(p.index_slots, p.index_slot_bytes, tokens);
+  const i32 first = tokens.lane * kIndexRun;
+  const u8* source =
+      p.index_k + tokens.first * p.index_k_stride + first * i64{sizeof(typename Input::Bits)};
+  IndexFragment fragment{};
+  if (tokens.first < tokens.end) fragment.run.load(source, kNumberType<Input>);
+  QuadBits weight;
+  QuadBits bias;
+  weight.load(p.index_weight + first * number_bytes(p.index_weight_type), p.index_weight_type);
+  bias.load(p.index_bias + first * number_bytes(p.index_bias_type), p.index_bias_type);
+
+  const u8* angles = find_own_angles(p, p.index_rope, p.index_table, position, tokens);
+  fragment.load_angles(p.index_rope, shuffle_pointer(angles, 0), tokens.lane);
   IndexCache cache = p.index;
   cache.codes.cache = p.index_codes;
   cache.scales.cache = p.index_scales;
   IndexPlace place = {nullptr, nullptr};
   if (tokens.has_own()) {
     place = claim_index_row(cache, ledger_of(p, kIndexCache), kIndexCache, tokens.own(),
-                            load_own_slot(p.index_slots, p.index_slot_bytes, tokens),
-                            angles != nullptr);
+                            slot_of(slot, p.index_slot_bytes), angles != nullptr);
   }
+  IndexNorm norm;
+  weight.widen(p.index_weight_type, norm.weight);
+  bias.widen(p.index_bias_type, norm.bias);
   float (&row)[kIndexWidth] = block_shared<IndexShared>().rows[threadIdx.y];
   for (i32 token = tokens.first, k = 0; token < tokens.end; token += tokens.step, ++k) {
+    // The next one is on its way while this one is worked on.
+    IndexFragment next{};
+    source += tokens.step * p.index_k_stride;
+    const u8* next_angles = shuffle_pointer(angles, (k + 1) % kLanes);
+    if (token + tokens.step < tokens.end) {
+      next.run.load(source, kNumberType<Input>);
+      next.load_angles(p.index_rope, next_angles, tokens.lane);
+    }
     const IndexPlace to = {shuffle_pointer(place.codes, k), shuffle_pointer(place.scale, k)};
-    if (to.codes == nullptr) continue;
-    float values[kIndexRun];
-    load_values<Input>(p.index_k + token * p.index_k_stride +
-                           tokens.lane * i64{kIndexRun * sizeof(typename Input::Bits)},
-                       values);
-    layer_norm(p, tokens.lane, values);
-    if (p.key.staged) {
+    if (to.codes != nullptr) {
+      float values[kIndexRun];
+      fragment.run.widen(kNumberType<Input>, values);
+      layer_norm(norm, p.index_eps, values);
+      if (p.key.staged) {
 #pragma unroll
-      for (int i = 0; i < kIndexRun; ++i) values[i] = rounded<Input>(values[i]);
-    }
-    rotate_index_run(p.index_rope, shuffle_pointer(angles, k), row, tokens.lane, values);
-    if (p.key.staged) {
+        for (int i = 0; i < kIndexRun; ++i) values[i] = rounded<Input>(values[i]);
+      }
+      rotate_index_run(p.index_rope, fragment, row, tokens.lane, values);
+      if (p.key.staged) {
 #pragma unroll
-      for (int i = 0; i < kIndexRun; ++i) values[i] = rounded<Input>(values[i]);
+        for (int i = 0; i < kIndexRun; ++i) values[i] = rounded<Input>(values[i]);
+      }
+      store_index_row(values, to, true, tokens.lane);
     }
-    store_index_row(values, to, true, tokens.lane);
+    fragment = next;
   }
 }
 

@@ -15,6 +15,11 @@ namespace cupy_mla {
 // specialisation, since every thread of a launch takes the same branch.
 enum NumberType : i32 { kBfloat16, kFloat16, kFloat32 };
 
+template <class Type>
+constexpr NumberType kNumberType = kSame<Type, Bfloat16>  ? kBfloat16
+                                   : kSame<Type, Float16> ? kFloat16
+                                                          : kFloat32;
+
 // What an element type can hold of a float32.
 template <class Type>
 __device__ __forceinline__ float rounded(float x) {

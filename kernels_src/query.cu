@@ -33,29 +33,54 @@ __device__ __forceinline__ bool are_vectors(const u8* array, const HeadStrides& 
 // --- heads of attention
 // ---------------------------------------------------------------------------
 
+// What a lane loads of a head before anything is computed: its first run of the latent part, and
+// its first pair.
+template <class Input>
+struct HeadFragment {
+  uint4 latent[kRun / kVectorElements<Input>];
+  PairBits pair;
+};
+
 template <class Input>
 struct AttentionHeads {
   using Bits = typename Input::Bits;
+  using Fragment = HeadFragment<Input>;
 
   const QueryParams& p;
   const QuotientScale& scale;
+  i32 token;
   i32 lane;
   bool by_vectors;
 
+  __device__ __forceinline__ const u8* latent_of(i32 head) const {
+    return p.ql_nope + token * p.ql_nope_strides.token + head * p.ql_nope_strides.head;
+  }
+  __device__ __forceinline__ const u8* rope_of(i32 head) const {
+    return p.q_pe + token * p.q_pe_strides.token + head * p.q_pe_strides.head;
+  }
+
+  __device__ __forceinline__ void load_run(const u8* from, i32 run, Fragment& fragment) const {
+#pragma unroll
+    for (int i = 0; i < kRun / kVectorElements<Input>; ++i) {
+      fragment.latent[i] = load_vector(from + run * i64{kRun * sizeof(Bits)} + i * kVectorBytes);
+    }
+  }
+
+  // All but the angles, which are those of the token.
+  __device__ __forceinline__ void load(i32 head, Fragment& fragment) const {
+    if (by_vectors && lane < p.lora_rank / kRun) load_run(latent_of(head), lane, fragment);
+    if (lane < p.rope.half) load_elements<Input>(p.rope, rope_of(head), lane, fragment.pair);
+  }
+
   // [latent] as codes.
-  __device__ __forceinline__ void store_latent(const u8* from, u8* to) const {
+  __device__ __forceinline__ void store_latent(const u8* from, Fragment fragment, u8* to) const {
     if (by_vectors) {
 #pragma unroll 1
       for (i32 run = lane; run < p.lora_rank / kRun; run += kLanes) {
-        constexpr int kVectors = kRun / kVectorElements<Input>;
-        uint4 vectors[kVectors];
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          vectors[i] = load_vector(from + run * i64{kRun * sizeof(Bits)} + i * kVectorBytes);
-        }
+        if (run != lane) load_run(from, run, fragment);
         float values[kRun];
         u32 codes[kRun / 4];
-        widen_vectors<Input>(vectors, values);
+        widen_vectors<Input>(fragment.latent, values);
         encode_quotients<E4m3>(scale, values, codes);
         store_vector(to + run * kRun, {codes[0], codes[1], codes[2], codes[3]},
                      p.stream_stores != 0);
@@ -69,10 +94,9 @@ struct AttentionHeads {
     }
   }
 
-  // The rotary part; `bits` holds the angle of the lane's first pair.
-  __device__ __forceinline__ void store_rope(const u8* from, const u8* angles, PairBits bits,
+  // The rotary part; `bits` holds the lane's first pair and its angle.
+  __device__ __forceinline__ void store_rope(const u8* from, const u8* angles, const PairBits& bits,
                                              u8* to, bool quantised) const {
-    if (lane < p.rope.half) load_elements<Input>(p.rope, from, lane, bits);
     for_each_pair<Input>(
         p.rope, angles, from, bits, lane, [&](const PairPlaces& places, float a, float b) {
           if (quantised) {
@@ -87,28 +111,38 @@ struct AttentionHeads {
 
 template <class Input>
 __device__ __forceinline__ void store_attention(const QueryParams& p, i32 token, i32 block,
-                                                const u8* angles) {
+                                                u64 loaded_position) {
   const i32 lane = static_cast<i32>(threadIdx.x);
+  const i32 step = static_cast<i32>(blockDim.y);
   const bool quantised = p.ql_nope != nullptr;
-  QuotientScale scale;
-  if (quantised) scale = QuotientScale(p.q_scale != nullptr ? *p.q_scale : p.scale_value);
-  const bool by_vectors = p.lora_rank % kRun == 0 && are_vectors(p.ql_nope, p.ql_nope_strides) &&
+  const bool by_vectors = quantised && p.lora_rank % kRun == 0 &&
+                          are_vectors(p.ql_nope, p.ql_nope_strides) &&
                           are_vectors(p.mqa_out, p.mqa_strides);
-  const AttentionHeads<Input> heads = {p, scale, lane, by_vectors};
-  PairBits bits{};
-  if (lane < p.rope.half && angles != nullptr) load_angle(p.rope, angles, lane, bits);
-  const i32 first_head = block * p.mqa_block_heads;
-  const i32 end_head = min(first_head + p.mqa_block_heads, p.heads);
-  for (i32 head = first_head + static_cast<i32>(threadIdx.y); head < end_head;
-       head += static_cast<i32>(blockDim.y)) {
+  QuotientScale scale;
+  const AttentionHeads<Input> heads = {p, scale, token, lane, by_vectors};
+  const i32 end_head = min((block + 1) * p.mqa_block_heads, p.heads);
+  i32 head = block * p.mqa_block_heads + static_cast<i32>(threadIdx.y);
+
+  // Everything is asked for before anything is looked at. Angles alone have to wait for a position.
+  HeadFragment<Input> fragment;
+  if (head < end_head) heads.load(head, fragment);
+  if (quantised) scale = QuotientScale(p.q_scale != nullptr ? *p.q_scale : p.scale_value);
+  const u8* angles = find_angles(p.rope, p.q_table, slot_of(loaded_position, p.position_bytes));
+  PairBits angle{};
+  if (lane < p.rope.half && angles != nullptr) load_angle(p.rope, angles, lane, angle);
+
+  for (; head < end_head; head += step) {
+    // The next one is on its way while this one is worked on.
+    HeadFragment<Input> next;
+    if (head + step < end_head) heads.load(head + step, next);
     u8* to = p.mqa_out + token * p.mqa_strides.token + head * p.mqa_strides.head;
     if (quantised) {
-      const HeadStrides& strides = p.ql_nope_strides;
-      heads.store_latent(p.ql_nope + token * strides.token + head * strides.head, to);
+      heads.store_latent(heads.latent_of(head), fragment, to);
       to += p.lora_rank;
     }
-    const u8* rope = p.q_pe + token * p.q_pe_strides.token + head * p.q_pe_strides.head;
-    heads.store_rope(rope, angles, bits, to, quantised);
+    const PairBits bits = {fragment.pair.first, fragment.pair.second, angle.cos, angle.sin};
+    heads.store_rope(heads.rope_of(head), angles, bits, to, quantised);
+    fragment = next;
   }
 }
 
@@ -267,7 +301,9 @@ struct IndexHeads {
 
 template <class Input>
 __device__ __forceinline__ void store_indexer(const QueryParams& p, i32 token, i32 block,
-                                              const u8* angles) {
+                                              u64 loaded_position) {
+  const u8* angles =
+      find_angles(p.index_rope, p.index_table, slot_of(loaded_position, p.position_bytes));
   const i32 lane = static_cast<i32>(threadIdx.x);
   const i32 warp = static_cast<i32>(threadIdx.y);
   const i32 warps = static_cast<i32>(blockDim.y);
@@ -299,13 +335,11 @@ __device__ __forceinline__ void query(const QueryParams& p) {
   using Input = typename Format::Input;
   const i32 token = static_cast<i32>(divide(blockIdx.x, p.token_blocks));
   const i32 block = static_cast<i32>(blockIdx.x - token * p.token_blocks.value);
-  const u64 loaded = load_slot({p.positions, p.position_bytes}, token, p.position_bytes);
-  const i64 position = slot_of(loaded, p.position_bytes);
+  const u64 position = load_slot({p.positions, p.position_bytes}, token, p.position_bytes);
   if (block < p.mqa_blocks) {
-    store_attention<Input>(p, token, block, find_angles(p.rope, p.q_table, position));
+    store_attention<Input>(p, token, block, position);
   } else {
-    store_indexer<Input>(p, token, block - p.mqa_blocks,
-                         find_angles(p.index_rope, p.index_table, position));
+    store_indexer<Input>(p, token, block - p.mqa_blocks, position);
   }
 }
 

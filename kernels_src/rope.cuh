@@ -46,8 +46,17 @@ struct PairBits {
 template <class Input>
 __device__ __forceinline__ void load_elements(const RopeTable& table, const u8* elements, i32 pair,
                                               PairBits& bits) {
+  using Bits = typename Input::Bits;
   const PairPlaces places = pair_places(table, pair);
-  const auto* first = reinterpret_cast<const typename Input::Bits*>(elements) + places.first;
+  const auto* first = reinterpret_cast<const Bits*>(elements) + places.first;
+  if constexpr (sizeof(Bits) == 2) {
+    if (table.partner == 1 && address_of(elements) % 4 == 0) {  // neighbours, by one load
+      const u32 both = *reinterpret_cast<const u32*>(first);
+      bits.first = both & 0xFFFFu;
+      bits.second = both >> 16;
+      return;
+    }
+  }
   bits.first = first[0];
   bits.second = first[table.partner];
 }

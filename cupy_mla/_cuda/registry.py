@@ -123,14 +123,14 @@ class Specialisation:
 
 def _copies(name: str, unit: int) -> RowFormat:
     return RowFormat(
-        name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 2, most_turns=2),), unit
+        name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 4),), unit
     )
 
 
 def _flat_fp8(name: str, code: str) -> RowFormat:
     inputs = (
-        InputTuning("bfloat16", 2),
-        InputTuning("float16", 1),
+        InputTuning("bfloat16", 2, most_turns=2),
+        InputTuning("float16", 2, most_turns=2),
         InputTuning("float32", 1, 4),
     )
     template = f"FlatFp8Rows<cupy_mla::{code}, {{input}}>"
