@@ -63,14 +63,9 @@ __device__ __forceinline__ void context(const ContextParams& p) {
   // entry and the first row take equally long to come. Angles alone have to wait for a position.
   const i32 own_token = first_token + lane * warps;
   const bool has_token = own_token < end_token;
-  u64 loaded_slot = 0;
-  u64 loaded_position = 0;
-  if (has_token) {
-    if (p.positions != nullptr) {
-      loaded_position = load_slot({p.positions, p.position_bytes}, own_token, p.position_bytes);
-    }
-    loaded_slot = load_slot(slots, own_token, p.slot_bytes);
-  }
+  const LoadedIndex position = load_index({p.positions, p.position_bytes}, own_token,
+                                          p.position_bytes, has_token && p.positions != nullptr);
+  const LoadedIndex loaded_slot = load_index(slots, own_token, p.slot_bytes, has_token);
   const LayerEntry entry = load_entry(entry_address);
   SharedWeights& weights = block_shared<SharedWeights>();
   const bool is_wide = p.norm.lora_rank == kWideRow;
@@ -88,16 +83,14 @@ __device__ __forceinline__ void context(const ContextParams& p) {
   if (first_token < end_token) rows.load(latent, latent + rope_offset, fragment);
 
   if (p.norm.rope.half != 0) {
-    rows.angles = find_angles(p.norm.rope, p.table, slot_of(loaded_position, p.position_bytes));
+    rows.angles = find_angles(p.norm.rope, p.table, position.value(p.position_bytes));
   }
   rows.load_angles(0, fragment);
   Tally tally = {0, 0, 0, 0};
   u8* destination = nullptr;
-  bool is_padding = false;
+  const i64 slot = loaded_slot.value(p.slot_bytes);
   if (has_token) {
     const Ledger ledger = {p.counters + layer * kCounters, p.errors};
-    const i64 slot = slot_of(loaded_slot, p.slot_bytes);
-    is_padding = slot < 0;
     const bool has_position = p.norm.rope.half == 0 || rows.angles != nullptr;
     destination = claim_row(entry, ledger, layer, own_token, slot, has_position);
   }
@@ -121,9 +114,9 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     const ContextObserver<Format> observer = {rows.format, tally, p.collect_stats != 0};
     if (to != nullptr) rows.store(latent, latent + rope_offset, k, fragment, to, observer);
     if (p.collect_stats) {
-      const i64 slot = slot_of(__shfl_sync(kWholeWarp, loaded_slot, k), p.slot_bytes);
+      const i64 row_slot = __shfl_sync(kWholeWarp, slot, k);
       if (tally.nonfinite != before) {
-        record_first(&p.errors[kErrorNonfinite], layer, token, slot);
+        record_first(&p.errors[kErrorNonfinite], layer, token, row_slot);
       }
     }
     fragment = next;
@@ -131,7 +124,7 @@ __device__ __forceinline__ void context(const ContextParams& p) {
   }
   if (p.collect_stats) {
     tally.rows = destination != nullptr;
-    tally.padding = is_padding;
+    tally.padding = has_token && slot < 0;
     add_to_counters(tally, &p.counters[layer * kCounters]);
   }
 }

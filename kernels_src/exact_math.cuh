@@ -105,6 +105,22 @@ __device__ __forceinline__ uint4 load_now(const uint4* source) {
   return value;
 }
 
+// The same for 8 bytes, for 4, or for nothing where `bytes` is 0: each into a register of its own,
+// since a choice between them would wait for what was loaded.
+__device__ __forceinline__ void load_either_now(const void* source, i32 bytes, u64& wide,
+                                                u32& narrow) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred is_wide, is_narrow;\n\t"
+      "setp.eq.s32 is_wide, %3, 8;\n\t"
+      "setp.eq.s32 is_narrow, %3, 4;\n\t"
+      "@is_wide ld.u64 %0, [%2];\n\t"
+      "@is_narrow ld.u32 %1, [%2];\n\t"
+      "}"
+      : "+l"(wide), "+r"(narrow)
+      : "l"(source), "r"(bytes));
+}
+
 // Asks for memory that is read soon.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -113,6 +129,11 @@ __device__ __forceinline__ void prefetch(const void* address) {
 #else
 
 __device__ inline void prefetch(const void*) {}
+
+__device__ inline void load_either_now(const void* source, i32 bytes, u64& wide, u32& narrow) {
+  if (bytes == 8) wide = *static_cast<const u64*>(source);
+  if (bytes == 4) narrow = *static_cast<const u32*>(source);
+}
 
 __device__ inline uint4 load_now(const uint4* source) { return *source; }
 

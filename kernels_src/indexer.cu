@@ -33,7 +33,7 @@ __device__ __forceinline__ void indexer(const IndexerParams& p) {
     cache.codes.cache = p.codes;
     cache.scales.cache = p.scales;
     const SlotArray slots = {p.slots, p.slot_bytes};
-    const i64 slot = slot_of(load_slot(slots, own_token, p.slot_bytes), p.slot_bytes);
+    const i64 slot = load_index(slots, own_token, p.slot_bytes).value(p.slot_bytes);
     place = claim_index_row(cache, {nullptr, nullptr}, 0, own_token, slot, true);
   }
   for (i32 token = first_token, k = 0; token < end_token; token += warps, ++k) {

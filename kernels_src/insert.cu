@@ -111,14 +111,14 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
   const u32 thread = threadIdx.y * blockDim.x + threadIdx.x;
   const i32 slot_token = first_token + static_cast<i32>(thread);
   const bool prepares = thread == blockDim.x * blockDim.y - 1;
-  u64 loaded_slot = 0;
   u8* listed_cache = nullptr;
   LayerEntry entry;
   if (slot_token < end_token || prepares) {
     entry = find_cache(p, launch_layer);
     if (p.cache_ptrs != nullptr) listed_cache = p.cache_ptrs[layer];
   }
-  if (slot_token < end_token) loaded_slot = load_slot(slots, slot_token, p.slot_bytes);
+  const LoadedIndex loaded_slot =
+      load_index(slots, slot_token, p.slot_bytes, slot_token < end_token);
   const LayerRows rows = find_rows(p, layer);
   const u32 units = Format::units(rows.lora_rank, rows.rope_dim);
   const bool from_vectors = reads_vectors<Format>(rows);
@@ -137,7 +137,7 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
   if (p.cache_ptrs != nullptr) entry.cache = listed_cache;
   Tally tally = {0, 0, 0, 0};
   if (slot_token < end_token) {
-    const i64 slot = slot_of(loaded_slot, p.slot_bytes);
+    const i64 slot = loaded_slot.value(p.slot_bytes);
     shared.destinations[slot_token - first_token] =
         claim_row(p, entry, layer, slot_token, slot, tally);
   }
@@ -153,7 +153,7 @@ __device__ __forceinline__ void insert(const InsertParams& p) {
   // What a row's threads found in it, if statistics are wanted.
   const auto note_nonfinite = [&](i32 row_token, u32 before) {
     if (!p.collect_stats || tally.nonfinite == before) return;
-    const i64 slot = slot_of(load_slot(slots, row_token, p.slot_bytes), p.slot_bytes);
+    const i64 slot = load_index(slots, row_token, p.slot_bytes).value(p.slot_bytes);
     record_first(&p.errors[kErrorNonfinite], layer, row_token, slot);
   };
   if (shared.by_vectors) {

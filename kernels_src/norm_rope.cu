@@ -36,19 +36,19 @@ __device__ __forceinline__ Ledger ledger_of(const NormRopeParams& p, i32 cache) 
   return {p.counters + cache * kCounters, p.errors + cache * kErrorKinds};
 }
 
-// An index of the lane's own token as it lies in memory; 0 where there is none.
-__device__ __forceinline__ u64 load_own_index(const u8* indices, i32 bytes,
-                                              const WarpTokens& tokens) {
-  return indices != nullptr && tokens.has_own() ? load_slot({indices, bytes}, tokens.own(), bytes)
-                                                : 0;
+// An index of the lane's own token.
+__device__ __forceinline__ LoadedIndex load_own_index(const u8* indices, i32 bytes,
+                                                      const WarpTokens& tokens) {
+  return load_index({indices, bytes}, tokens.own(), bytes, indices != nullptr && tokens.has_own());
 }
 
 // Angles of the lane's own token; null without a table, a position in it, or a token.
 __device__ __forceinline__ const u8* find_own_angles(const NormRopeParams& p,
                                                      const RopeTable& table, const u8* data,
-                                                     u64 position, const WarpTokens& tokens) {
+                                                     const LoadedIndex& position,
+                                                     const WarpTokens& tokens) {
   if (table.half == 0 || !tokens.has_own()) return nullptr;
-  return find_angles(table, data, slot_of(position, p.position_bytes));
+  return find_angles(table, data, position.value(p.position_bytes));
 }
 
 // --- the query
@@ -229,8 +229,8 @@ __device__ __forceinline__ void store_keys(const NormRopeParams& p, const WarpTo
   using Input = typename Format::Input;
   // Everything is asked for before anything is looked at, as in context.cu.
   const bool has_cache = p.slots != nullptr;
-  const u64 position = load_own_index(p.positions, p.position_bytes, tokens);
-  const u64 slot = load_own_index(p.slots, p.slot_bytes, tokens);
+  const LoadedIndex position = load_own_index(p.positions, p.position_bytes, tokens);
+  const LoadedIndex slot = load_own_index(p.slots, p.slot_bytes, tokens);
   LayerEntry entry = p.mla;
   entry.cache = p.mla_cache;
   entry.scale = p.mla_scale;
@@ -259,8 +259,8 @@ __device__ __forceinline__ void store_keys(const NormRopeParams& p, const WarpTo
   u8* destination = nullptr;
   if (has_cache && tokens.has_own()) {
     destination =
-        claim_row(entry, ledger_of(p, kMlaCache), kMlaCache, tokens.own(),
-                  slot_of(slot, p.slot_bytes), p.key.rope.half == 0 || rows.angles != nullptr);
+        claim_row(entry, ledger_of(p, kMlaCache), kMlaCache, tokens.own(), slot.value(p.slot_bytes),
+                  p.key.rope.half == 0 || rows.angles != nullptr);
   }
   const bool streaming = p.stream_stores != 0;
   if (has_cache) rows.format = Format(scale, entry.scale_ue8m0 != 0, streaming);
@@ -370,8 +370,8 @@ template <class Input>
 __device__ __forceinline__ void store_index_keys(const NormRopeParams& p,
                                                  const WarpTokens& tokens) {
   // Everything is asked for before anything is looked at, as in context.cu.
-  const u64 position = load_own_index(p.positions, p.position_bytes, tokens);
-  const u64 slot = load_own_index(p.index_slots, p.index_slot_bytes, tokens);
+  const LoadedIndex position = load_own_index(p.positions, p.position_bytes, tokens);
+  const LoadedIndex slot = load_own_index(p.index_slots, p.index_slot_bytes, tokens);
   const i32 first = tokens.lane * kIndexRun;
   const u8* source =
       p.index_k + tokens.first * p.index_k_stride + first * i64{sizeof(typename Input::Bits)};
@@ -390,7 +390,7 @@ __device__ __forceinline__ void store_index_keys(const NormRopeParams& p,
   IndexPlace place = {nullptr, nullptr};
   if (tokens.has_own()) {
     place = claim_index_row(cache, ledger_of(p, kIndexCache), kIndexCache, tokens.own(),
-                            slot_of(slot, p.index_slot_bytes), angles != nullptr);
+                            slot.value(p.index_slot_bytes), angles != nullptr);
   }
   IndexNorm norm;
   weight.widen(p.index_weight_type, norm.weight);

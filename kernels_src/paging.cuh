@@ -69,16 +69,24 @@ struct SlotArray {
   i64 token_stride;
 };
 
-// Slots are int32 or int64. As they lie in memory: extending the sign of an int32 would wait for
-// it, and what is asked for next would wait too.
-__device__ __forceinline__ u64 load_slot(const SlotArray& slots, i32 token, i32 slot_bytes) {
-  const u8* address = slots.data + token * slots.token_stride;
-  return slot_bytes == 8 ? *reinterpret_cast<const u64*>(address)
-                         : *reinterpret_cast<const u32*>(address);
-}
+// A slot or a position as it lies in memory, int32 or int64: what is made of it would wait for it,
+// and what is asked for next would wait too.
+struct LoadedIndex {
+  u64 wide = 0;
+  u32 narrow = 0;
 
-__device__ __forceinline__ i64 slot_of(u64 loaded, i32 slot_bytes) {
-  return slot_bytes == 8 ? static_cast<i64>(loaded) : static_cast<i32>(loaded);
+  __device__ __forceinline__ i64 value(i32 bytes) const {
+    return bytes == 8 ? static_cast<i64>(wide) : static_cast<i32>(narrow);
+  }
+};
+
+// 0 where it is not wanted; then nothing is read.
+__device__ __forceinline__ LoadedIndex load_index(const SlotArray& indices, i32 token, i32 bytes,
+                                                  bool wanted = true) {
+  LoadedIndex loaded;
+  load_either_now(indices.data + token * indices.token_stride, wanted ? bytes : 0, loaded.wide,
+                  loaded.narrow);
+  return loaded;
 }
 
 }  // namespace cupy_mla

@@ -111,7 +111,7 @@ struct AttentionHeads {
 
 template <class Input>
 __device__ __forceinline__ void store_attention(const QueryParams& p, i32 token, i32 block,
-                                                u64 loaded_position) {
+                                                const LoadedIndex& position) {
   const i32 lane = static_cast<i32>(threadIdx.x);
   const i32 step = static_cast<i32>(blockDim.y);
   const bool quantised = p.ql_nope != nullptr;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void store_attention(const QueryParams& p, i32 token,
   HeadFragment<Input> fragment;
   if (head < end_head) heads.load(head, fragment);
   if (quantised) scale = QuotientScale(p.q_scale != nullptr ? *p.q_scale : p.scale_value);
-  const u8* angles = find_angles(p.rope, p.q_table, slot_of(loaded_position, p.position_bytes));
+  const u8* angles = find_angles(p.rope, p.q_table, position.value(p.position_bytes));
   PairBits angle{};
   if (lane < p.rope.half && angles != nullptr) load_angle(p.rope, angles, lane, angle);
 
@@ -301,9 +301,8 @@ struct IndexHeads {
 
 template <class Input>
 __device__ __forceinline__ void store_indexer(const QueryParams& p, i32 token, i32 block,
-                                              u64 loaded_position) {
-  const u8* angles =
-      find_angles(p.index_rope, p.index_table, slot_of(loaded_position, p.position_bytes));
+                                              const LoadedIndex& position) {
+  const u8* angles = find_angles(p.index_rope, p.index_table, position.value(p.position_bytes));
   const i32 lane = static_cast<i32>(threadIdx.x);
   const i32 warp = static_cast<i32>(threadIdx.y);
   const i32 warps = static_cast<i32>(blockDim.y);
@@ -335,7 +334,7 @@ __device__ __forceinline__ void query(const QueryParams& p) {
   using Input = typename Format::Input;
   const i32 token = static_cast<i32>(divide(blockIdx.x, p.token_blocks));
   const i32 block = static_cast<i32>(blockIdx.x - token * p.token_blocks.value);
-  const u64 position = load_slot({p.positions, p.position_bytes}, token, p.position_bytes);
+  const LoadedIndex position = load_index({p.positions, p.position_bytes}, token, p.position_bytes);
   if (block < p.mqa_blocks) {
     store_attention<Input>(p, token, block, position);
   } else {

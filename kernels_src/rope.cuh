@@ -37,11 +37,17 @@ __device__ __forceinline__ PairPlaces pair_places(const RopeTable& table, i32 pa
 
 // A pair and its angle as they lie in memory.
 struct PairBits {
-  u32 first;
+  u32 first;  // of a pair that is one word: both
   u32 second;
   u32 cos;
   u32 sin;
 };
+
+// Whether pairs of elements are words: two neighbours of 16 bits.
+template <class Input>
+__device__ __forceinline__ bool are_words(const RopeTable& table, const u8* elements) {
+  return sizeof(typename Input::Bits) == 2 && table.partner == 1 && address_of(elements) % 4 == 0;
+}
 
 template <class Input>
 __device__ __forceinline__ void load_elements(const RopeTable& table, const u8* elements, i32 pair,
@@ -49,16 +55,12 @@ __device__ __forceinline__ void load_elements(const RopeTable& table, const u8* 
   using Bits = typename Input::Bits;
   const PairPlaces places = pair_places(table, pair);
   const auto* first = reinterpret_cast<const Bits*>(elements) + places.first;
-  if constexpr (sizeof(Bits) == 2) {
-    if (table.partner == 1 && address_of(elements) % 4 == 0) {  // neighbours, by one load
-      const u32 both = *reinterpret_cast<const u32*>(first);
-      bits.first = both & 0xFFFFu;
-      bits.second = both >> 16;
-      return;
-    }
+  if (are_words<Input>(table, elements)) {
+    bits.first = *reinterpret_cast<const u32*>(first);
+  } else {
+    bits.first = first[0];
+    bits.second = first[table.partner];
   }
-  bits.first = first[0];
-  bits.second = first[table.partner];
 }
 
 __device__ __forceinline__ void load_angle(const RopeTable& table, const u8* angles, i32 pair,
@@ -97,8 +99,9 @@ __device__ __forceinline__ void for_each_pair(const RopeTable& table, const u8* 
     float a = 0.0f;
     float b = 0.0f;
     if (angles != nullptr) {
-      a = Input::widen(bits.first);
-      b = Input::widen(bits.second);
+      const bool is_word = are_words<Input>(table, elements);
+      a = Input::widen(is_word ? bits.first & 0xFFFFu : bits.first);
+      b = Input::widen(is_word ? bits.first >> 16 : bits.second);
       rotate(a, b, widen_number(bits.cos, table.type), widen_number(bits.sin, table.type));
     }
     visit(pair_places(table, pair), a, b);

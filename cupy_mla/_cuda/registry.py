@@ -123,7 +123,7 @@ class Specialisation:
 
 def _copies(name: str, unit: int) -> RowFormat:
     return RowFormat(
-        name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 4),), unit
+        name, "copy_rows.cuh", "CopyRows<{input}>", (InputTuning(name, 2, most_turns=2),), unit
     )
 
 
