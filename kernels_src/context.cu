@@ -85,12 +85,13 @@ __device__ __forceinline__ void context(const ContextParams& p) {
   if (p.norm.rope.half != 0) {
     rows.angles = find_angles(p.norm.rope, p.table, position.value(p.position_bytes));
   }
-  rows.load_angles(0, fragment);
   Tally tally = {0, 0, 0, 0};
   u8* destination = nullptr;
-  const i64 slot = loaded_slot.value(p.slot_bytes);
+  bool is_padding = false;
   if (has_token) {
     const Ledger ledger = {p.counters + layer * kCounters, p.errors};
+    const i64 slot = loaded_slot.value(p.slot_bytes);
+    is_padding = slot < 0;
     const bool has_position = p.norm.rope.half == 0 || rows.angles != nullptr;
     destination = claim_row(entry, ledger, layer, own_token, slot, has_position);
   }
@@ -99,13 +100,16 @@ __device__ __forceinline__ void context(const ContextParams& p) {
   rows.format = Format(Format::kLayerScale ? scale_of(entry) : 0.0f, entry.scale_ue8m0 != 0,
                        p.stream_stores != 0);
   if (is_wide) weights.put(quad, p.norm.weight_type, thread);
+  // Last, since nothing but the rotation needs them: what comes before would wait for them as well.
+  rows.load_angles(0, fragment);
   __syncthreads();
 
-  for (i32 token = first_token, k = 0; token < end_token; token += warps, ++k) {
+  const i32 warp_tokens = end_token - first_token;  // from the first one on
+  for (i32 k = 0; k * warps < warp_tokens; ++k) {
     // The next row is on its way while this one is worked on.
     KeyFragment<Input> next;
     const u8* next_latent = latent + warps * p.kv_token_stride;
-    if (token + warps < end_token) {
+    if ((k + 1) * warps < warp_tokens) {
       rows.load(next_latent, next_latent + rope_offset, next);
       rows.load_angles(k + 1, next);
     }
@@ -114,9 +118,10 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     const ContextObserver<Format> observer = {rows.format, tally, p.collect_stats != 0};
     if (to != nullptr) rows.store(latent, latent + rope_offset, k, fragment, to, observer);
     if (p.collect_stats) {
-      const i64 row_slot = __shfl_sync(kWholeWarp, slot, k);
       if (tally.nonfinite != before) {
-        record_first(&p.errors[kErrorNonfinite], layer, token, row_slot);
+        const i32 token = first_token + k * warps;
+        const i64 slot = load_index(slots, token, p.slot_bytes).value(p.slot_bytes);
+        record_first(&p.errors[kErrorNonfinite], layer, token, slot);
       }
     }
     fragment = next;
@@ -124,7 +129,7 @@ __device__ __forceinline__ void context(const ContextParams& p) {
   }
   if (p.collect_stats) {
     tally.rows = destination != nullptr;
-    tally.padding = has_token && slot < 0;
+    tally.padding = is_padding;
     add_to_counters(tally, &p.counters[layer * kCounters]);
   }
 }

@@ -105,19 +105,18 @@ __device__ __forceinline__ uint4 load_now(const uint4* source) {
   return value;
 }
 
-// The same for 8 bytes, for 4, or for nothing where `bytes` is 0: each into a register of its own,
-// since a choice between them would wait for what was loaded.
-__device__ __forceinline__ void load_either_now(const void* source, i32 bytes, u64& wide,
-                                                u32& narrow) {
+// The same for the two words of 8 bytes, for one of 4, or for nothing where `bytes` is 0: each into
+// a register of its own, since a choice or a pair of registers would wait for what was loaded.
+__device__ __forceinline__ void load_words_now(const void* source, i32 bytes, u32& low, u32& high) {
   asm volatile(
       "{\n\t"
-      ".reg .pred is_wide, is_narrow;\n\t"
-      "setp.eq.s32 is_wide, %3, 8;\n\t"
-      "setp.eq.s32 is_narrow, %3, 4;\n\t"
-      "@is_wide ld.u64 %0, [%2];\n\t"
-      "@is_narrow ld.u32 %1, [%2];\n\t"
+      ".reg .pred any, both;\n\t"
+      "setp.ne.s32 any, %3, 0;\n\t"
+      "setp.eq.s32 both, %3, 8;\n\t"
+      "@any ld.u32 %0, [%2];\n\t"
+      "@both ld.u32 %1, [%2+4];\n\t"
       "}"
-      : "+l"(wide), "+r"(narrow)
+      : "+r"(low), "+r"(high)
       : "l"(source), "r"(bytes));
 }
 
@@ -130,9 +129,10 @@ __device__ __forceinline__ void prefetch(const void* address) {
 
 __device__ inline void prefetch(const void*) {}
 
-__device__ inline void load_either_now(const void* source, i32 bytes, u64& wide, u32& narrow) {
-  if (bytes == 8) wide = *static_cast<const u64*>(source);
-  if (bytes == 4) narrow = *static_cast<const u32*>(source);
+__device__ inline void load_words_now(const void* source, i32 bytes, u32& low, u32& high) {
+  const auto* words = static_cast<const u32*>(source);
+  if (bytes != 0) low = words[0];
+  if (bytes == 8) high = words[1];
 }
 
 __device__ inline uint4 load_now(const uint4* source) { return *source; }

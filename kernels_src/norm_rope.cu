@@ -84,6 +84,32 @@ struct WideQuery {
     for (i32 run = lane; run < p.q_width / kRun; run += kLanes) prefetch(weight_of(run));
   }
 
+  // Weights of a run, as they lie in memory; those of 32 bits are loaded when they are needed.
+  struct RunWeights {
+    uint4 vectors[2];
+  };
+
+  __device__ __forceinline__ RunWeights load_weights(i32 run) const {
+    RunWeights weights{};
+    if (p.q_weight_type != kFloat32) {
+      const auto* source = reinterpret_cast<const uint4*>(weight_of(run));
+      weights.vectors[0] = source[0];
+      weights.vectors[1] = source[1];
+    }
+    return weights;
+  }
+
+  __device__ __forceinline__ void widen_weights(const RunWeights& weights, i32 run,
+                                                float (&values)[kRun]) const {
+    if (p.q_weight_type == kBfloat16) {
+      widen_vectors<Bfloat16>(weights.vectors, values);
+    } else if (p.q_weight_type == kFloat16) {
+      widen_vectors<Float16>(weights.vectors, values);
+    } else {
+      load_values<Float32>(weight_of(run), values);
+    }
+  }
+
   __device__ __forceinline__ static float add(float sum, const uint4 (&vectors)[kVectors]) {
     float values[kRun];
     widen_vectors<Input>(vectors, values);
@@ -91,12 +117,10 @@ struct WideQuery {
   }
 
   // `by_pairs`: all lanes have a run to store.
-  __device__ __forceinline__ void store(u8* row, i32 run, const uint4 (&vectors)[kVectors], float r,
-                                        bool by_pairs) const {
+  __device__ __forceinline__ void store(u8* row, i32 run, const uint4 (&vectors)[kVectors],
+                                        const float (&weight)[kRun], float r, bool by_pairs) const {
     float values[kRun];
-    float weight[kRun];
     widen_vectors<Input>(vectors, values);
-    load_numbers_by_vectors(weight_of(run), p.q_weight_type, weight);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values[i] = mul_rn_f32(mul_rn_f32(values[i], r), weight[i]);
     uint4 stored[kVectors];
@@ -133,18 +157,29 @@ struct WideQuery {
       load(from, run, vectors);
       sum = add(sum, vectors);
     }
+    // The next run's weights are on their way while this one is worked on.
+    RunWeights weights{};
+    if (lane < runs) weights = load_weights(lane);
     const float mean = div_rn_f32(sum_over_lanes(sum), static_cast<float>(p.q_width));
     const float r = reciprocal_root(mean, p.q_eps);
 #pragma unroll
     for (int c = 0; c < kHeld; ++c) {
+      const i32 run = c * kLanes + lane;
       const bool by_pairs = (c + 1) * kLanes <= runs;
-      if (c * kLanes + lane < runs) store(to, c * kLanes + lane, held[c], r, by_pairs);
+      if (run < runs) {
+        float weight[kRun];
+        widen_weights(weights, run, weight);
+        if (run + kLanes < runs) weights = load_weights(run + kLanes);
+        store(to, run, held[c], weight, r, by_pairs);
+      }
     }
 #pragma unroll 1
     for (i32 run = kHeld * kLanes + lane; run < runs; run += kLanes) {
       uint4 vectors[kVectors];
+      float weight[kRun];
       load(from, run, vectors);
-      store(to, run, vectors, r, run - lane + kLanes <= runs);
+      widen_weights(load_weights(run), run, weight);
+      store(to, run, vectors, weight, r, run - lane + kLanes <= runs);
     }
   }
 };
@@ -255,7 +290,6 @@ __device__ __forceinline__ void store_keys(const NormRopeParams& p, const WarpTo
   if (tokens.first < tokens.end) rows.load(latent, rope, fragment);
 
   rows.angles = find_own_angles(p, p.key.rope, p.k_table, position, tokens);
-  rows.load_angles(0, fragment);
   u8* destination = nullptr;
   if (has_cache && tokens.has_own()) {
     destination =
@@ -266,6 +300,7 @@ __device__ __forceinline__ void store_keys(const NormRopeParams& p, const WarpTo
   if (has_cache) rows.format = Format(scale, entry.scale_ue8m0 != 0, streaming);
   const bool outs_are_vectors = is_vector_aligned(address_of(p.kv_c_out) | p.kv_c_out_stride);
   if (is_wide) weights.put(quad, p.key.weight_type, thread);
+  rows.load_angles(0, fragment);
   __syncthreads();
 
   for (i32 token = tokens.first, k = 0; token < tokens.end; token += tokens.step, ++k) {

@@ -72,11 +72,11 @@ struct SlotArray {
 // A slot or a position as it lies in memory, int32 or int64: what is made of it would wait for it,
 // and what is asked for next would wait too.
 struct LoadedIndex {
-  u64 wide = 0;
-  u32 narrow = 0;
+  u32 low = 0;
+  u32 high = 0;
 
   __device__ __forceinline__ i64 value(i32 bytes) const {
-    return bytes == 8 ? static_cast<i64>(wide) : static_cast<i32>(narrow);
+    return bytes == 8 ? static_cast<i64>(u64{high} << 32 | low) : static_cast<i32>(low);
   }
 };
 
@@ -84,8 +84,8 @@ struct LoadedIndex {
 __device__ __forceinline__ LoadedIndex load_index(const SlotArray& indices, i32 token, i32 bytes,
                                                   bool wanted = true) {
   LoadedIndex loaded;
-  load_either_now(indices.data + token * indices.token_stride, wanted ? bytes : 0, loaded.wide,
-                  loaded.narrow);
+  load_words_now(indices.data + token * indices.token_stride, wanted ? bytes : 0, loaded.low,
+                 loaded.high);
   return loaded;
 }
 

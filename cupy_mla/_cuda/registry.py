@@ -147,7 +147,7 @@ _ROW_FORMATS = (
         "fp8_ds_mla",
         "ds_mla_rows.cuh",
         "DsMlaRows",
-        (InputTuning("bfloat16", 2, most_turns=2, most_rows=4),),
+        (InputTuning("bfloat16", 2, min_blocks=4, most_turns=2, most_rows=4),),
         16,
         warp_a_row=True,
     ),
@@ -201,39 +201,45 @@ _WRITE_FORMATS = (
 _READ_STRUCTS = (params.DIVISOR, params.LAYER_ENTRY, params.INDEX_ARRAY, params.ROW_INDEX)
 
 
-def _value_copies(name: str) -> RowFormat:
-    return RowFormat(
-        name, "copy_values.cuh", "CopyValues<{input}>", (InputTuning(name, 1, 5),), 16, True
+def _value_formats(flat: dict[str, int], tiled: int) -> tuple[RowFormat, ...]:
+    """Return what is stored of rows that were computed as float32, a warp a row.
+
+    Parameters
+    ----------
+    flat : dict of str to int
+        Blocks a multiprocessor for each input dtype of flat rows: as many as registers suffice
+        for, on every architecture.
+    tiled : int
+        The same for fp8_ds_mla.
+    """
+
+    def form(name: str, header: str, template: str, inputs: dict[str, int]) -> RowFormat:
+        tunings = tuple(InputTuning(dtype, 1, blocks) for dtype, blocks in inputs.items())
+        return RowFormat(name, header, template, tunings, 16, warp_a_row=True)
+
+    copies = tuple(
+        form(name, "copy_values.cuh", "CopyValues<{input}>", {name: blocks})
+        for name, blocks in flat.items()
     )
+    codes = tuple(
+        form(name, "flat_fp8_values.cuh", f"FlatFp8Values<cupy_mla::{code}, {{input}}>", flat)
+        for name, code in (("fp8_e4m3", "E4m3"), ("fp8_e5m2", "E5m2"))
+    )
+    tiles = form("fp8_ds_mla", "ds_mla_values.cuh", "DsMlaValues", {"bfloat16": tiled})
+    return (*copies, *codes, tiles)
 
 
-def _value_codes(name: str, code: str) -> RowFormat:
-    inputs = tuple(InputTuning(dtype, 1, 5) for dtype in ("bfloat16", "float16", "float32"))
-    template = f"FlatFp8Values<cupy_mla::{code}, {{input}}>"
-    return RowFormat(name, "flat_fp8_values.cuh", template, inputs, 16, True)
+def _inputs_alone(
+    name: str, header: str, template: str, blocks: tuple[int, int] = (0, 0)
+) -> tuple[RowFormat, ...]:
+    """Return the formats of a kernel that differs by its input dtype alone.
 
-
-#: What is stored of rows that were computed as float32, a warp a row.
-_VALUE_FORMATS = (
-    _value_copies("bfloat16"),
-    _value_copies("float16"),
-    _value_copies("float32"),
-    _value_codes("fp8_e4m3", "E4m3"),
-    _value_codes("fp8_e5m2", "E5m2"),
-    RowFormat(
-        "fp8_ds_mla",
-        "ds_mla_values.cuh",
-        "DsMlaValues",
-        (InputTuning("bfloat16", 1, 5),),
-        16,
-        warp_a_row=True,
-    ),
-)
-
-
-def _inputs_alone(name: str, header: str, template: str) -> tuple[RowFormat, ...]:
-    """Return the formats of a kernel that differs by its input dtype alone."""
-    inputs = tuple(InputTuning(dtype, 1) for dtype in ("bfloat16", "float16", "float32"))
+    `blocks` a multiprocessor for inputs of 16 and of 32 bits.
+    """
+    inputs = tuple(
+        InputTuning(dtype, 1, blocks[dtype == "float32"])
+        for dtype in ("bfloat16", "float16", "float32")
+    )
     return (RowFormat(name, header, template, inputs, 16, True),)
 
 
@@ -265,7 +271,7 @@ KERNELS: dict[str, Kernel] = {
                 params_fused.ROPE_TABLE,
                 params_fused.KEY_NORM,
             ),
-            _VALUE_FORMATS,
+            _value_formats({"bfloat16": 6, "float16": 6, "float32": 5}, tiled=5),
             max_threads=128,
         ),
         Kernel(
@@ -280,7 +286,7 @@ KERNELS: dict[str, Kernel] = {
                 params_fused.KEY_NORM,
                 params_fused.INDEX_CACHE,
             ),
-            _VALUE_FORMATS,
+            _value_formats({"bfloat16": 5, "float16": 5, "float32": 5}, tiled=5),
             max_threads=128,
         ),
         Kernel(
@@ -296,7 +302,7 @@ KERNELS: dict[str, Kernel] = {
             "query.cu",
             params_fused.QUERY_PARAMS,
             (params.DIVISOR, params_fused.ROPE_TABLE, params_fused.HEAD_STRIDES),
-            _inputs_alone("fp8_e4m3", "query.cu", "QueryRows<{input}>"),
+            _inputs_alone("fp8_e4m3", "query.cu", "QueryRows<{input}>", (8, 0)),
             max_threads=128,
         ),
         Kernel("gather", "gather.cu", params.READ_PARAMS, _READ_STRUCTS, _READ_FORMATS),
