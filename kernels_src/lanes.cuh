@@ -60,6 +60,42 @@ __device__ __forceinline__ void store_by_pairs(u8* run, const uint4 (&vectors)[k
   }
 }
 
+// What a warp works on one after the other: items first, first + step, ... below `end`, kAhead of
+// them on their way from memory while one is worked on.
+template <class Fragment, int kAhead>
+struct WorkAhead {
+  i32 first;
+  i32 end;
+  i32 step;
+  Fragment fragments[kAhead];
+
+  __device__ __forceinline__ WorkAhead(i32 first, i32 end, i32 step)
+      : first(first), end(end), step(step) {}
+
+  // Calls load(i, fragment) for the first items.
+  template <class Load>
+  __device__ __forceinline__ void start(Load load) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (first + k * step < end) load(first + k * step, fragments[k]);
+    }
+  }
+
+  // Calls store(i, fragment) for all items, and load() for those behind the first ones.
+  template <class Load, class Store>
+  __device__ __forceinline__ void run(Load load, Store store) {
+    for (; first < end; first += kAhead * step) {
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        const i32 i = first + k * step;
+        if (i >= end) break;
+        store(i, fragments[k]);
+        if (i + kAhead * step < end) load(i + kAhead * step, fragments[k]);
+      }
+    }
+  }
+};
+
 // A pointer that lane `lane` has.
 template <class T>
 __device__ __forceinline__ T* shuffle_pointer(T* pointer, i32 lane) {

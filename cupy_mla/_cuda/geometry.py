@@ -221,12 +221,18 @@ class QueryShape(NamedTuple):
     index_block_heads: int
 
 
-#: Heads of the indexer that a warp takes at a time.
-_INDEX_GROUPS = 4
+#: Heads of short rows, the rotary part alone or the indexer's, that a warp takes at a time.
+_GROUPS = 4
 
 
 def query_shape(
-    operation: str, *, tokens: int, heads: int, index_heads: int, sm_count: int
+    operation: str,
+    *,
+    tokens: int,
+    heads: int,
+    index_heads: int,
+    has_latents: bool,
+    sm_count: int,
 ) -> QueryShape:
     """Choose the grid of a kernel whose blocks take some heads of one token.
 
@@ -238,19 +244,25 @@ def query_shape(
         At least 1.
     heads, index_heads : int
         Of attention and of the indexer, at least one in all.
+    has_latents : bool
+        Whether attention's heads have a latent part, not the rotary part alone.
     sm_count : int
         Multiprocessors of the device.
 
     Examples
     --------
-    >>> query_shape("fused_q", tokens=4096, heads=128, index_heads=64, sm_count=132)[1:]
+    >>> sizes = dict(heads=128, index_heads=64, sm_count=132)
+    >>> query_shape("fused_q", tokens=4096, has_latents=True, **sizes)[1:]
     (9, 8, 16, 64)
-    >>> query_shape("fused_q", tokens=1, heads=128, index_heads=64, sm_count=132)[1:]
+    >>> query_shape("fused_q", tokens=1, has_latents=True, **sizes)[1:]
     (36, 32, 4, 16)
+    >>> query_shape("fused_q", tokens=1, has_latents=False, **sizes)[1:]
+    (12, 8, 16, 16)
     """
 
     def shape(turns: int) -> QueryShape:
-        mqa_heads, index = ROW_WARPS * turns, ROW_WARPS * turns * _INDEX_GROUPS
+        index = ROW_WARPS * turns * _GROUPS
+        mqa_heads = ROW_WARPS * turns if has_latents else index
         mqa_blocks = -(-heads // mqa_heads)
         blocks = mqa_blocks + -(-index_heads // index)
         launch = LaunchShape(tokens * blocks, (_WARP, ROW_WARPS), blocks, 1)

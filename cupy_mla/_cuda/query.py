@@ -154,6 +154,7 @@ def prepare(device: Device, plan: FusedQPlan, scale: float | None) -> PreparedLa
         tokens=plan.tokens,
         heads=heads,
         index_heads=index_heads,
+        has_latents=plan.quantize_mqa,
         sm_count=device.sm_count,
     )
     arguments = _arguments(plan, shape)

@@ -302,7 +302,7 @@ KERNELS: dict[str, Kernel] = {
             "query.cu",
             params_fused.QUERY_PARAMS,
             (params.DIVISOR, params_fused.ROPE_TABLE, params_fused.HEAD_STRIDES),
-            _inputs_alone("fp8_e4m3", "query.cu", "QueryRows<{input}>", (8, 0)),
+            _inputs_alone("fp8_e4m3", "query.cu", "QueryRows<{input}>"),
             max_threads=128,
         ),
         Kernel("gather", "gather.cu", params.READ_PARAMS, _READ_STRUCTS, _READ_FORMATS),
