@@ -1,8 +1,8 @@
 // norm_rope: what a layer does between its projections and its attention, in one launch.
 //
-// The query's latent part is normed; the key's latent part is normed, its rotary part rotated, and
-// both are stored in the MLA cache; the indexer's key is normed, rotated, quantised and stored in
-// the indexer cache; rows of top-k indices are filled with -1. These parts are independent: each
+// The query's latent part is normed, and its row of top-k indices filled with -1; the key's latent
+// part is normed, its rotary part rotated, and both are stored in the MLA cache; the indexer's key
+// is normed, rotated, quantised and stored in the indexer cache. These parts are independent: each
 // thread block does one of them for some tokens, a warp a token, one after the other.
 
 #include "claim.cuh"
@@ -54,26 +54,19 @@ __device__ __forceinline__ const u8* find_own_angles(const NormRopeParams& p,
 // --- the query
 // ------------------------------------------------------------------------------------
 
-// Runs that stay in registers between the sum and the scaling; those behind are loaded again.
+// Runs that a lane asks for before it looks at the first one.
 template <class Input>
-constexpr int kHeldRuns = sizeof(typename Input::Bits) == 2 ? 4 : 1;
+constexpr int kFirstRuns = sizeof(typename Input::Bits) == 2 ? 4 : 2;
 
 // A row of at least kWideRow elements, whole runs at addresses of vector alignment.
 template <class Input>
 struct WideQuery {
-  static constexpr int kHeld = kHeldRuns<Input>;
+  static constexpr int kFirst = kFirstRuns<Input>;
   static constexpr int kVectors = kRun / kVectorElements<Input>;
   static constexpr i64 kRunBytes = kRun * sizeof(typename Input::Bits);
 
   const NormRopeParams& p;
   i32 lane;
-
-  __device__ __forceinline__ static void load(const u8* row, i32 run, uint4 (&vectors)[kVectors]) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      vectors[i] = load_vector(row + run * kRunBytes + i * kVectorBytes);
-    }
-  }
 
   __device__ __forceinline__ const u8* weight_of(i32 run) const {
     return p.q_weight + run * kRun * number_bytes(p.q_weight_type);
@@ -84,30 +77,11 @@ struct WideQuery {
     for (i32 run = lane; run < p.q_width / kRun; run += kLanes) prefetch(weight_of(run));
   }
 
-  // Weights of a run, as they lie in memory; those of 32 bits are loaded when they are needed.
-  struct RunWeights {
-    uint4 vectors[2];
-  };
-
-  __device__ __forceinline__ RunWeights load_weights(i32 run) const {
-    RunWeights weights{};
-    if (p.q_weight_type != kFloat32) {
-      const auto* source = reinterpret_cast<const uint4*>(weight_of(run));
-      weights.vectors[0] = source[0];
-      weights.vectors[1] = source[1];
-    }
-    return weights;
-  }
-
-  __device__ __forceinline__ void widen_weights(const RunWeights& weights, i32 run,
-                                                float (&values)[kRun]) const {
-    if (p.q_weight_type == kBfloat16) {
-      widen_vectors<Bfloat16>(weights.vectors, values);
-    } else if (p.q_weight_type == kFloat16) {
-      widen_vectors<Float16>(weights.vectors, values);
-    } else {
-      load_values<Float32>(weight_of(run), values);
-    }
+  // By way of the L1 cache, since each run is needed twice.
+  __device__ __forceinline__ static void load(const u8* row, i32 run, uint4 (&vectors)[kVectors]) {
+    const auto* source = reinterpret_cast<const uint4*>(row + run * kRunBytes);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) vectors[i] = source[i];
   }
 
   __device__ __forceinline__ static float add(float sum, const uint4 (&vectors)[kVectors]) {
@@ -117,10 +91,12 @@ struct WideQuery {
   }
 
   // `by_pairs`: all lanes have a run to store.
-  __device__ __forceinline__ void store(u8* row, i32 run, const uint4 (&vectors)[kVectors],
-                                        const float (&weight)[kRun], float r, bool by_pairs) const {
+  __device__ __forceinline__ void store(u8* row, i32 run, const uint4 (&vectors)[kVectors], float r,
+                                        bool by_pairs) const {
     float values[kRun];
+    float weight[kRun];
     widen_vectors<Input>(vectors, values);
+    load_numbers_by_vectors(weight_of(run), p.q_weight_type, weight);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values[i] = mul_rn_f32(mul_rn_f32(values[i], r), weight[i]);
     uint4 stored[kVectors];
@@ -139,74 +115,39 @@ struct WideQuery {
     }
   }
 
-  __device__ __forceinline__ void norm(const u8* from, u8* to) const {
+  // Calls meanwhile() while the row is on its way.
+  template <class Meanwhile>
+  __device__ __forceinline__ void norm(const u8* from, u8* to, Meanwhile meanwhile) const {
     const i32 runs = p.q_width / kRun;
-    uint4 held[kHeld][kVectors];
+    uint4 first[kFirst][kVectors];
 #pragma unroll
-    for (int c = 0; c < kHeld; ++c) {
-      if (c * kLanes + lane < runs) load(from, c * kLanes + lane, held[c]);
+    for (int c = 0; c < kFirst; ++c) {
+      if (c * kLanes + lane < runs) load(from, c * kLanes + lane, first[c]);
     }
+    meanwhile();
     float sum = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kHeld; ++c) {
-      if (c * kLanes + lane < runs) sum = add(sum, held[c]);
+    for (int c = 0; c < kFirst; ++c) {
+      if (c * kLanes + lane < runs) sum = add(sum, first[c]);
     }
 #pragma unroll 1
-    for (i32 run = kHeld * kLanes + lane; run < runs; run += kLanes) {
+    for (i32 run = kFirst * kLanes + lane; run < runs; run += kLanes) {
       uint4 vectors[kVectors];
       load(from, run, vectors);
       sum = add(sum, vectors);
     }
-    // The next run's weights are on their way while this one is worked on.
-    RunWeights weights{};
-    if (lane < runs) weights = load_weights(lane);
     const float mean = div_rn_f32(sum_over_lanes(sum), static_cast<float>(p.q_width));
     const float r = reciprocal_root(mean, p.q_eps);
-#pragma unroll
-    for (int c = 0; c < kHeld; ++c) {
-      const i32 run = c * kLanes + lane;
-      const bool by_pairs = (c + 1) * kLanes <= runs;
-      if (run < runs) {
-        float weight[kRun];
-        widen_weights(weights, run, weight);
-        if (run + kLanes < runs) weights = load_weights(run + kLanes);
-        store(to, run, held[c], weight, r, by_pairs);
-      }
-    }
+    // Loaded again: kept in registers, each run would have code of its own, and more of it than the
+    // instruction caches hold of all parts together.
 #pragma unroll 1
-    for (i32 run = kHeld * kLanes + lane; run < runs; run += kLanes) {
+    for (i32 run = lane; run < runs; run += kLanes) {
       uint4 vectors[kVectors];
-      float weight[kRun];
       load(from, run, vectors);
-      widen_weights(load_weights(run), run, weight);
-      store(to, run, vectors, weight, r, run - lane + kLanes <= runs);
+      store(to, run, vectors, r, run - lane + kLanes <= runs);
     }
   }
 };
-
-template <class Input>
-__device__ __forceinline__ void norm_queries(const NormRopeParams& p, const WarpTokens& tokens) {
-  using Bits = typename Input::Bits;
-  const bool is_wide = p.q_width >= kWideRow && p.q_width % kRun == 0;
-  const bool by_vectors =
-      is_wide && is_vector_aligned(address_of(p.q_c) | p.q_c_stride | address_of(p.q_c_out) |
-                                   p.q_c_out_stride | address_of(p.q_weight));
-  if (by_vectors) WideQuery<Input>{p, tokens.lane}.prefetch_weights();
-  for (i32 token = tokens.first; token < tokens.end; token += tokens.step) {
-    const u8* from = p.q_c + token * p.q_c_stride;
-    u8* to = p.q_c_out + token * p.q_c_out_stride;
-    if (by_vectors) {
-      WideQuery<Input>{p, tokens.lane}.norm(from, to);
-    } else {
-      rms_norm_by_element<Input>(
-          from, p.q_width, p.q_weight, p.q_weight_type, p.q_eps, tokens.lane,
-          [&](i32 i, float value) { reinterpret_cast<Bits*>(to)[i] = narrow<Input>(value); });
-    }
-  }
-}
-
-// --- rows of indices
-// ------------------------------------------------------------------------------
 
 // Sets all bits of consecutive 4-byte words.
 __device__ __forceinline__ void fill_with_ones(u8* start, i32 bytes, i32 lane, bool streaming) {
@@ -222,9 +163,31 @@ __device__ __forceinline__ void fill_with_ones(u8* start, i32 bytes, i32 lane, b
   if (lane < tail_words) reinterpret_cast<u32*>(tail)[lane] = kOnes;
 }
 
-__device__ __forceinline__ void fill_topk(const NormRopeParams& p, const WarpTokens& tokens) {
+// Norms queries, and fills rows of indices while they are on their way.
+template <class Input>
+__device__ __forceinline__ void norm_queries(const NormRopeParams& p, const WarpTokens& tokens) {
+  using Bits = typename Input::Bits;
+  const bool is_wide = p.q_width >= kWideRow && p.q_width % kRun == 0;
+  const bool by_vectors =
+      is_wide && is_vector_aligned(address_of(p.q_c) | p.q_c_stride | address_of(p.q_c_out) |
+                                   p.q_c_out_stride | address_of(p.q_weight));
+  if (by_vectors) WideQuery<Input>{p, tokens.lane}.prefetch_weights();
   for (i32 token = tokens.first; token < tokens.end; token += tokens.step) {
-    fill_with_ones(p.topk + token * p.topk_stride, p.topk_bytes, tokens.lane, p.stream_stores != 0);
+    const u8* from = p.q_c + token * p.q_c_stride;
+    u8* to = p.q_c_out + token * p.q_c_out_stride;
+    const auto fill = [&] {
+      if (p.topk == nullptr) return;
+      fill_with_ones(p.topk + token * p.topk_stride, p.topk_bytes, tokens.lane,
+                     p.stream_stores != 0);
+    };
+    if (by_vectors) {
+      WideQuery<Input>{p, tokens.lane}.norm(from, to, fill);
+    } else {
+      fill();
+      rms_norm_by_element<Input>(
+          from, p.q_width, p.q_weight, p.q_weight_type, p.q_eps, tokens.lane,
+          [&](i32 i, float value) { reinterpret_cast<Bits*>(to)[i] = narrow<Input>(value); });
+    }
   }
 }
 
@@ -304,14 +267,6 @@ __device__ __forceinline__ void store_keys(const NormRopeParams& p, const WarpTo
   __syncthreads();
 
   for (i32 token = tokens.first, k = 0; token < tokens.end; token += tokens.step, ++k) {
-    // The next one is on its way while this one is worked on.
-    KeyFragment<Input> next;
-    const u8* next_latent = latent + tokens.step * p.kv_c_stride;
-    const u8* next_rope = rope + tokens.step * p.k_pe_stride;
-    if (token + tokens.step < tokens.end) {
-      rows.load(next_latent, next_rope, next);
-      rows.load_angles(k + 1, next);
-    }
     u8* to = shuffle_pointer(destination, k);
     if (to != nullptr || p.kv_c_out != nullptr || p.k_pe_out != nullptr) {
       const KeyOutputs<Input> outputs = {
@@ -321,9 +276,12 @@ __device__ __forceinline__ void store_keys(const NormRopeParams& p, const WarpTo
           outs_are_vectors};
       rows.store(latent, rope, k, fragment, to, outputs);
     }
-    fragment = next;
-    latent = next_latent;
-    rope = next_rope;
+    latent += tokens.step * p.kv_c_stride;
+    rope += tokens.step * p.k_pe_stride;
+    if (token + tokens.step < tokens.end) {
+      rows.load(latent, rope, fragment);
+      rows.load_angles(k + 1, fragment);
+    }
   }
 }
 
@@ -432,14 +390,6 @@ __device__ __forceinline__ void store_index_keys(const NormRopeParams& p,
   bias.widen(p.index_bias_type, norm.bias);
   float (&row)[kIndexWidth] = block_shared<IndexShared>().rows[threadIdx.y];
   for (i32 token = tokens.first, k = 0; token < tokens.end; token += tokens.step, ++k) {
-    // The next one is on its way while this one is worked on.
-    IndexFragment next{};
-    source += tokens.step * p.index_k_stride;
-    const u8* next_angles = shuffle_pointer(angles, (k + 1) % kLanes);
-    if (token + tokens.step < tokens.end) {
-      next.run.load(source, kNumberType<Input>);
-      next.load_angles(p.index_rope, next_angles, tokens.lane);
-    }
     const IndexPlace to = {shuffle_pointer(place.codes, k), shuffle_pointer(place.scale, k)};
     if (to.codes != nullptr) {
       float values[kIndexRun];
@@ -456,7 +406,11 @@ __device__ __forceinline__ void store_index_keys(const NormRopeParams& p,
       }
       store_index_row(values, to, true, tokens.lane);
     }
-    fragment = next;
+    source += tokens.step * p.index_k_stride;
+    if (token + tokens.step < tokens.end) {
+      fragment.run.load(source, kNumberType<Input>);
+      fragment.load_angles(p.index_rope, shuffle_pointer(angles, k + 1), tokens.lane);
+    }
   }
 }
 
@@ -471,8 +425,6 @@ __device__ __forceinline__ void norm_rope(const NormRopeParams& p) {
       min(first_token + p.block_tokens, p.tokens), static_cast<i32>(blockDim.y)};
   if (part == kQueryPart) {
     norm_queries<Input>(p, tokens);
-  } else if (part == kTopkPart) {
-    fill_topk(p, tokens);
   } else if (part == kKeyPart) {
     store_keys<Format>(p, tokens);
   } else {

@@ -12,7 +12,7 @@
 namespace cupy_mla {
 
 // What the thread blocks of a launch do; those for the same tokens follow one another.
-enum NormRopePart : i32 { kQueryPart, kTopkPart, kKeyPart, kIndexPart, kNormRopeParts };
+enum NormRopePart : i32 { kQueryPart, kKeyPart, kIndexPart, kNormRopeParts };
 
 // Places of counters and error records.
 enum NormRopeCache : i32 { kMlaCache, kIndexCache, kNormRopeCaches };
@@ -73,6 +73,7 @@ struct NormRopeParams {
   Divisor parts;     // thread blocks that share tokens
   i32 part_kinds[kNormRopeParts];
   i32 stream_stores;  // 1: what is written exceeds the L2 cache
+  i32 reserved;       // no holes: the size is a multiple of 16 bytes
 };
 
 }  // namespace cupy_mla

@@ -96,6 +96,28 @@ __device__ __forceinline__ void load_numbers(const u8* numbers, i32 type, float 
   }
 }
 
+// From an address of vector alignment.
+template <int kCount>
+__device__ __forceinline__ void load_numbers_by_vectors(const u8* numbers, i32 type,
+                                                        float (&values)[kCount]) {
+  const auto* source = reinterpret_cast<const uint4*>(numbers);
+  if (type == kFloat32) {
+    uint4 vectors[kCount / 4];
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) vectors[i] = source[i];
+    widen_vectors<Float32>(vectors, values);
+    return;
+  }
+  uint4 vectors[kCount / 8];
+#pragma unroll
+  for (int i = 0; i < kCount / 8; ++i) vectors[i] = source[i];
+  if (type == kBfloat16) {
+    widen_vectors<Bfloat16>(vectors, values);
+  } else {
+    widen_vectors<Float16>(vectors, values);
+  }
+}
+
 // A vector of the values from `first` on.
 template <class Type, int kCount>
 __device__ __forceinline__ uint4 pack_vector(const float (&values)[kCount], int first) {

@@ -46,16 +46,23 @@ struct TiledSource {
 
   __device__ __forceinline__ static Fragment load(const u8* row, const u8* scales, u32 unit) {
     Fragment fragment;
-    if (layout::kRopeDim != 0 && unit >= kLatentUnits) {
-      fragment.words =
-          load_words<kRopeBytes>(row + layout::kRopeOffset + (unit - kLatentUnits) * kRopeBytes);
+    const bool is_rope = layout::kRopeDim != 0 && unit >= kLatentUnits;
+    // One load for either: a choice between two would wait for what was loaded.
+    const u8* first =
+        row + (is_rope ? layout::kRopeOffset + (unit - kLatentUnits) * kRopeBytes : unit * kUnit);
+    put(load_words<kUnit>(first), 0, fragment);
+    if (is_rope) {
+      put(load_words<kUnit>(first + kUnit), kUnit / 4, fragment);
     } else {
-      const Words<kUnit> codes = load_words<kUnit>(row + unit * kUnit);
-#pragma unroll
-      for (int i = 0; i < kUnit / 4; ++i) fragment.words.at[i] = codes.at[i];
       fragment.scale = reinterpret_cast<const float*>(scales)[unit / (layout::kTile / kUnit)];
     }
     return fragment;
+  }
+
+  __device__ __forceinline__ static void put(const Words<kUnit>& words, int place,
+                                             Fragment& fragment) {
+#pragma unroll
+    for (int i = 0; i < kUnit / 4; ++i) fragment.words.at[place + i] = words.at[i];
   }
 
   __device__ __forceinline__ uint4 decode(const Fragment& fragment, u32 unit) const {

@@ -72,7 +72,7 @@ def insert_shape(
     >>> fp8 = registry.find("insert", "fp8_e4m3", "bfloat16")
     >>> sizes = dict(lora_rank=512, rope_dim=64, sm_count=132)
     >>> insert_shape(fp8, layers=5, tokens=16384, **sizes)
-    LaunchShape(grid=2560, block=(36, 8), blocks_per_layer=512, block_tokens=32)
+    LaunchShape(grid=5120, block=(36, 8), blocks_per_layer=1024, block_tokens=16)
     >>> insert_shape(fp8, layers=5, tokens=1, **sizes)
     LaunchShape(grid=5, block=(36, 1), blocks_per_layer=1, block_tokens=1)
     """

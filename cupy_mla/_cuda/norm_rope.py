@@ -263,8 +263,6 @@ def prepare(device: Device, plan: NormRopePlan, target: NormRopeTarget) -> Prepa
 def _parts(plan: NormRopePlan) -> list[int]:
     """Return what thread blocks have to do."""
     parts = [params_fused.QUERY_PART]
-    if plan.topk is not None and plan.topk.width:
-        parts.append(params_fused.TOPK_PART)
     if any(part is not None for part in (plan.slots, plan.kv_c_out, plan.k_pe_out)):
         parts.append(params_fused.KEY_PART)
     if plan.indexer_slots is not None:

@@ -57,7 +57,7 @@ _CONTEXT_PARAMS = packed(
 )
 _INDEX_CACHE = packed(("codes", LAYER_ENTRY.dtype), ("scales", LAYER_ENTRY.dtype))
 #: What a thread block of norm_rope does; the values of ``NormRopePart``.
-QUERY_PART, TOPK_PART, KEY_PART, INDEX_PART = range(4)
+QUERY_PART, KEY_PART, INDEX_PART = range(3)
 _NORM_ROPE_PARAMS = packed(
     ("positions", PTR),
     ("q_c", PTR),
@@ -107,8 +107,9 @@ _NORM_ROPE_PARAMS = packed(
     ("topk_bytes", I32),
     ("block_tokens", I32),
     ("parts", DIVISOR.dtype),
-    ("part_kinds", I32, (4,)),
+    ("part_kinds", I32, (3,)),
     ("stream_stores", I32),
+    ("reserved", I32),
 )
 _INDEXER_PARAMS = packed(
     ("k", PTR),
