@@ -20,6 +20,7 @@ struct TiledSource {
   static constexpr bool kLayerScale = false;
   static constexpr int kPlanes = 2;
   static constexpr int kUnit = kVectorElements<Output>;
+  static constexpr int kWords = kUnit / 4;
   static constexpr u32 kLatentUnits = layout::kLoraRank / kUnit;
   static constexpr int kRopeBytes = kUnit * sizeof(Bfloat16::Bits);
   static_assert(layout::kNopeOffset == 0, "codes come first");
@@ -32,7 +33,7 @@ struct TiledSource {
 
   struct Fragment {
     Words<kRopeBytes> words;  // codes fill the first half
-    float scale;
+    u32 scale;                // bits
   };
 
   TiledSource() = default;
@@ -45,24 +46,21 @@ struct TiledSource {
   }
 
   __device__ __forceinline__ static Fragment load(const u8* row, const u8* scales, u32 unit) {
-    Fragment fragment;
+    // One load for either, and what only one of them has by load_words_now(): a choice between two
+    // loads would wait for what was loaded.
+    Fragment fragment{};
     const bool is_rope = layout::kRopeDim != 0 && unit >= kLatentUnits;
-    // One load for either: a choice between two would wait for what was loaded.
     const u8* first =
         row + (is_rope ? layout::kRopeOffset + (unit - kLatentUnits) * kRopeBytes : unit * kUnit);
-    put(load_words<kUnit>(first), 0, fragment);
-    if (is_rope) {
-      put(load_words<kUnit>(first + kUnit), kUnit / 4, fragment);
-    } else {
-      fragment.scale = reinterpret_cast<const float*>(scales)[unit / (layout::kTile / kUnit)];
-    }
-    return fragment;
-  }
-
-  __device__ __forceinline__ static void put(const Words<kUnit>& words, int place,
-                                             Fragment& fragment) {
+    const Words<kUnit> words = load_words<kUnit>(first);
 #pragma unroll
-    for (int i = 0; i < kUnit / 4; ++i) fragment.words.at[place + i] = words.at[i];
+    for (int i = 0; i < kWords; ++i) fragment.words.at[i] = words.at[i];
+    load_words_now(first + kUnit, is_rope ? kUnit : 0, fragment.words.at[kWords],
+                   fragment.words.at[2 * kWords - 1]);
+    u32 unused = 0;
+    load_words_now(scales + unit / (layout::kTile / kUnit) * sizeof(float),
+                   is_rope ? 0 : sizeof(float), fragment.scale, unused);
+    return fragment;
   }
 
   __device__ __forceinline__ uint4 decode(const Fragment& fragment, u32 unit) const {
@@ -75,7 +73,7 @@ struct TiledSource {
       widen_words<Bfloat16>(fragment.words, values);
     } else {
       widen_words<E4m3Codes>(fragment.words, values);
-      for (float& value : values) value = mul_rn_f32(value, fragment.scale);
+      for (float& value : values) value = mul_rn_f32(value, float_of(fragment.scale));
     }
     return narrow_vector<Output>(values);
   }
