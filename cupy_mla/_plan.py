@@ -335,3 +335,11 @@ class ConvertPlan:
     slot_stride: int
     slot_dtype: DType | None
     copies: bool
+
+
+def layers_by_layout(layouts: Sequence[CacheLayout]) -> dict[CacheLayout, tuple[int, ...]]:
+    """Return the layers of each layout, in the order in which layouts first appear."""
+    groups: dict[CacheLayout, tuple[int, ...]] = {}
+    for layer, layout in enumerate(layouts):
+        groups[layout] = (*groups.get(layout, ()), layer)
+    return groups

@@ -55,12 +55,15 @@ class Shortcuts:
         """
         if not self._launches:
             return None
-        try:
-            found = [_arrays.SIGNATURES[type(obj)](obj) for obj in arrays]
-            launch = self._launches[(options, *[looks for _, looks in found])]
-        except (KeyError, TypeError):  # an unknown type, call, or option that cannot be hashed
+        looks = [options]
+        addresses = _arrays.read_looks(arrays, looks)
+        if addresses is None:
             return None
-        return launch, [address for address, _ in found]
+        try:
+            launch = self._launches.get(tuple(looks))
+        except TypeError:  # an option that cannot be hashed
+            return None
+        return None if launch is None else (launch, addresses)
 
     def run(self, options: Any, *arrays: Any) -> bool:
         """Launch with these arrays' addresses, if such a call is known; say whether it is."""
@@ -74,7 +77,7 @@ class Shortcuts:
     def run_step(self, kv_c: Any, k_pe: Any, slots: Any) -> bool:
         """Launch as `run` does without options: written out, which saves a microsecond."""
         kind = type(kv_c)
-        read = _arrays.STEP_SIGNATURES.get(kind)
+        read = _arrays.STEP_LOOKS.get(kind)
         if read is None or type(k_pe) is not kind or type(slots) is not kind:
             return self.run(None, kv_c, k_pe, slots)
         looks, rows, rope, slot = read(kv_c, k_pe, slots)
@@ -88,7 +91,7 @@ class Shortcuts:
         """Remember how `run_step` launches."""
         kind = type(kv_c)
         self.learn(launch, None, kv_c, k_pe, slots)
-        read = _arrays.STEP_SIGNATURES.get(kind)
+        read = _arrays.STEP_LOOKS.get(kind)
         if launch is not None and read is not None and type(k_pe) is kind is type(slots):
             self._launches[read(kv_c, k_pe, slots)[0]] = launch
 
@@ -97,14 +100,13 @@ class Shortcuts:
         if launch is None:
             return
         for obj in arrays:
-            _arrays.learn_signature(obj)
-        try:
-            key = (options, *[_arrays.SIGNATURES[type(obj)](obj)[1] for obj in arrays])
-        except KeyError:
+            _arrays.learn_looks(obj)
+        looks = [options]
+        if _arrays.read_looks(arrays, looks) is None:
             return
         if len(self._launches) >= _MOST:
             self._launches.clear()
-        self._launches[key] = launch
+        self._launches[tuple(looks)] = launch
 
     def forget(self) -> None:
         """Forget every call."""

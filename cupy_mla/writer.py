@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _layers, _validate, backends
 from ._arrays import CPU, ArrayRef, DeviceId, describe
-from ._plan import CachePlan, InsertInputs, InsertPlan, Target
+from ._plan import CachePlan, InsertInputs, InsertPlan, Target, layers_by_layout
 from ._shortcuts import Shortcuts
 from .errors import reject_type, reject_value
 from .layouts import CacheLayout, check_sizes
@@ -98,7 +98,7 @@ class GroupedCacheWriter:
         caches, plans, self._device = _caches(operation, arrays, names, self._sizes, scale_format)
         self.layouts = tuple(plan.layout for plan in plans)
         self.num_layers = len(plans)
-        self._groups = _groups(self.layouts)
+        self._groups = layers_by_layout(self.layouts)
         self.num_launches = len(self._groups)
         scales = _validate.writer_scales(operation, kv_scales, self.layouts, self._device)
         self._given_scales = _given(kv_scales)
@@ -540,11 +540,3 @@ def _caches(
         plans.append(plan)
     _validate.distinct_caches(operation, "kv_caches", refs)
     return refs, plans, device or CPU
-
-
-def _groups(layouts: Sequence[CacheLayout]) -> dict[CacheLayout, tuple[int, ...]]:
-    """Return the layers of each layout, in the order in which layouts first appear."""
-    groups: dict[CacheLayout, tuple[int, ...]] = {}
-    for layer, layout in enumerate(layouts):
-        groups[layout] = (*groups.get(layout, ()), layer)
-    return groups

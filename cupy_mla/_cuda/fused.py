@@ -174,13 +174,13 @@ class CudaFused(ABC):
         if stream is None or prepared is None:
             return None
         like = replace(inputs.q_c, owner=None)
-        launch = norm_rope.by_address(
+        return norm_rope.by_address(
             plan,
             prepared,
             stream,
             lambda: self._new((plan.tokens, plan.q_c.width), plan.input_dtype, like),
+            None if target.prepared is None else target.array_addresses(),
         )
-        return launch if target.prepared is None else norm_rope.of_layer(launch, target)
 
     def warmup_norm_rope(self, plan: NormRopeLayerPlan, target: Any) -> None:
         """Compile what steps of a layer need, for each input dtype that they may have."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ Array = np.ndarray[Any, Any]
 
 #: Places of counters and error records: the MLA cache's and the indexer cache's.
 _PLACES = 2
-_ADDRESSES = 21
+#: Addresses that the kernel's arguments begin with: a step's, then a layer's.
+_STEP, _ADDRESSES = 11, 21
 
 
 class NormRopeTarget:
@@ -105,12 +106,8 @@ class NormRopeTarget:
         return float(raw.view(np.float32)[0])
 
     def addresses(self) -> tuple[int, ...]:
-        """Return where the layer's arrays lie, in the order of the kernel's arguments."""
-        *arrays, indexer = self.array_addresses()
-        starts = (0, 0)
-        if self.plan.indexer_cache is not None:
-            starts = plane_starts(self.plan.indexer_cache)
-        return (*arrays, indexer + starts[0], indexer + starts[1])
+        """Return where the layer's arrays lie, as the kernel wants it."""
+        return _kernel_addresses(self.plan)(self.array_addresses())
 
     def counts(self) -> dict[str, Array]:
         """Return a copy of the counters, int64 [2] each."""
@@ -176,18 +173,20 @@ def by_address(
     prepared: PreparedLaunch,
     current_stream: Callable[[], int],
     new_output: Callable[[], ArrayRef],
+    layer: tuple[int, ...] | None,
 ) -> Callable[..., Any]:
-    """Return the launch by addresses: those of a step, then the layer's.
+    """Return the launch by the addresses of a step, then the layer's unless these are given.
 
     It returns the normed query as a new array where no address is given for it.
     """
-    launch = prepared.by_address(current_stream)
-    is_used = [
-        part is not None
+    kernel_addresses = _kernel_addresses(plan.layer)
+    last = () if layer is None else kernel_addresses(layer)
+    launch = prepared.by_address(current_stream, last)
+    # What a layer has no use for may be given all the same: its address becomes 0.
+    rope, key, indices, mla, indexer = (
+        0 if part is None else -1
         for part in (plan.k_pe, plan.index_k, plan.topk, plan.slots, plan.indexer_slots)
-    ]
-    cache = plan.layer.indexer_cache
-    starts = None if cache is None else plane_starts(cache)
+    )
 
     def run(
         positions: int,
@@ -207,33 +206,34 @@ def by_address(
         if not q_c_out:
             ref = new_output()
             q_c_out, made = ref.ptr, ref.owner
-        # What a layer has no use for may be given all the same.
-        rope, key, indices, mla, indexer = is_used
-        planes = (0, 0) if starts is None else (layer[8] + starts[0], layer[8] + starts[1])
         launch(
             positions,
             q_c,
             kv_c,
-            k_pe if rope else 0,
-            index_k if key else 0,
-            topk if indices else 0,
-            slots if mla else 0,
-            (index_slots or slots) if indexer else 0,
+            k_pe & rope,
+            index_k & key,
+            topk & indices,
+            slots & mla,
+            (index_slots or slots) & indexer,
             q_c_out,
             kv_c_out,
             k_pe_out,
-            *layer[:8],
-            *planes,
+            *layer,
         )
         return made
 
-    return run
+    if layer is not None:
+        return run
+    return lambda *given: run(*given[:_STEP], *kernel_addresses(given[_STEP:]))
 
 
-def of_layer(launch: Callable[..., Any], target: NormRopeTarget) -> Callable[..., Any]:
-    """Return the launch by a step's addresses alone; the target keeps the layer's arrays."""
-    layer = target.array_addresses()
-    return lambda *step: launch(*step, *layer)
+def _kernel_addresses(plan: NormRopeLayerPlan) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Return what turns a layer's addresses into the kernel's: of each plane of its last cache."""
+    cache = plan.indexer_cache
+    if cache is None:
+        return lambda layer: (*layer[:-1], 0, 0)
+    codes, scales = plane_starts(cache)
+    return lambda layer: (*layer[:-1], layer[-1] + codes, layer[-1] + scales)
 
 
 def specialisation(plan: NormRopeLayerPlan, dtype: str) -> tuple[Specialisation, CacheLayout]:

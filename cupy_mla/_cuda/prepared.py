@@ -38,15 +38,14 @@ class PreparedLaunch:
         How many these are.
     """
 
-    __slots__ = ("_free", "_head", "_launch", "_template")
+    __slots__ = ("_count", "_head", "_launch", "_template")
 
     def __init__(
         self, device: Device, function: Any, shape: LaunchShape, arguments: Array, count: int
     ) -> None:
         self._launch = device.launcher(function, shape.grid, shape.block)
         self._template = arguments.tobytes()
-        self._head = struct.Struct(f"<{count}Q")
-        self._free: list[Arguments] = []
+        self._count, self._head = count, struct.Struct(f"<{count}Q")
 
     def run(
         self, addresses: Sequence[int], stream: int, others: Sequence[tuple[int, int]] = ()
@@ -67,14 +66,23 @@ class PreparedLaunch:
             _POINTER.pack_into(arguments.buffer, offset, address)
         self._launch(arguments, stream)
 
-    def by_address(self, current_stream: Callable[[], int]) -> Callable[..., None]:
-        """Return the launch by the addresses that the arguments begin with."""
-        free, template, launch, pack = (
-            self._free,
-            self._template,
-            self._launch,
-            self._head.pack_into,
-        )
+    def by_address(
+        self, current_stream: Callable[[], int], last: Sequence[int] = ()
+    ) -> Callable[..., None]:
+        """Return the launch by the addresses that the arguments begin with.
+
+        Parameters
+        ----------
+        current_stream : callable
+        last : sequence of int
+            The last ones, where they are the same in each call.
+        """
+        launch, free = self._launch, list[Arguments]()
+        count = self._count - len(last)
+        pack = struct.Struct(f"<{count}Q").pack_into
+        filled = bytearray(self._template)
+        struct.pack_into(f"<{len(last)}Q", filled, count * _POINTER.size, *last)
+        template = bytes(filled)
 
         def run(*addresses: int) -> None:
             # Taken from the list and put back: no two threads ever fill in the same structure.

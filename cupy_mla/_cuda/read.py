@@ -23,13 +23,12 @@ from cupy_mla.errors import reject_value
 
 from .convert import prepare_convert
 from .device import Device, Memory
+from .prepared import Known
 from .read_launch import PreparedRead, ReadLaunch, parts_of, pieces_of
 from .target import CallTarget
 
 Array = np.ndarray[Any, Any]
 
-#: Plans that are kept ready.
-_MOST_PREPARED = 512
 #: Bytes of rows that go to the host at a time.
 _CHUNK_BYTES = 4 << 20
 
@@ -124,7 +123,8 @@ class CudaReads(ABC):
     device: Device
 
     def __init__(self) -> None:
-        self._reads: dict[Any, PreparedRead] = {}
+        super().__init__()
+        self._reads = Known()
 
     @abstractmethod
     def _stream(self, operation: str, stream: object, owner: ArrayRef) -> int:
@@ -140,15 +140,6 @@ class CudaReads(ABC):
         stream: object,
     ) -> None:
         """Launch on the right stream, behind the producers of the arrays."""
-
-    def _prepared_read(self, key: Any, make: Callable[[], PreparedRead]) -> PreparedRead:
-        prepared = self._reads.get(key)
-        if prepared is None:
-            prepared = make()
-            if len(self._reads) >= _MOST_PREPARED:
-                self._reads.clear()
-            self._reads[key] = prepared
-        return prepared
 
     def _launch(
         self,
@@ -179,7 +170,7 @@ class CudaReads(ABC):
         self, plan: ReadPlan, slots: ArrayRef, target: Any, like: ArrayRef, stream: object
     ) -> Any:
         """Read rows back into a new array of the framework of `like`, or CuPy's."""
-        prepared = self._prepared_read(
+        prepared = self._reads.get(
             (plan, target.looks()), lambda: prepare_read_slots(self.device, plan, target)
         )
         out = self._empty(plan.tokens, plan.cache, plan.out_dtype, like)
@@ -200,7 +191,7 @@ class CudaReads(ABC):
         """Read the rows that a block table names into `out`, or a new array as `like` is."""
         if plan.tokens is None:
             plan = replace(plan, tokens=self._count_tokens(plan, arrays, like, stream))
-        prepared = self._prepared_read(
+        prepared = self._reads.get(
             (plan, target.looks()), lambda: prepare_gather(self.device, plan, target)
         )
         owner = like
@@ -238,7 +229,7 @@ class CudaReads(ABC):
         stream: object,
     ) -> None:
         """Copy the codes and scales of the indexer keys that a block table names."""
-        prepared = self._prepared_read(
+        prepared = self._reads.get(
             (plan, target.looks()), lambda: prepare_gather_indexer(self.device, plan, target)
         )
         addresses = [*target.addresses(), codes.ptr, scales.ptr, *_addresses(arrays)]
@@ -254,7 +245,7 @@ class CudaReads(ABC):
         stream: object,
     ) -> None:
         """Write rows of one cache to the same slots of another."""
-        prepared = self._prepared_read(
+        prepared = self._reads.get(
             (plan, source.looks(), destination.looks()),
             lambda: prepare_convert(self.device, plan, source, destination),
         )
@@ -286,7 +277,7 @@ class CudaReads(ABC):
         return rows
 
     def _prepare_chunk(self, target: CallTarget, rows: int) -> PreparedRead:
-        return self._prepared_read(
+        return self._reads.get(
             ("host_rows", target.looks(), rows),
             lambda: prepare_host_rows(self.device, target, rows),
         )

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from cupy_mla._arrays import ArrayRef
-from cupy_mla._plan import COUNTERS, COUNTERS_ALWAYS, CachePlan, ErrorRecord, Scale
+from cupy_mla._plan import (
+    COUNTERS,
+    COUNTERS_ALWAYS,
+    CachePlan,
+    ErrorRecord,
+    Scale,
+    layers_by_layout,
+)
 from cupy_mla.layouts import CacheLayout
 
 from . import params
@@ -69,13 +76,10 @@ class LayerGroup:
 
 def group_layers(layouts: Sequence[CacheLayout]) -> tuple[LayerGroup, ...]:
     """Put the layers of each layout together, in the order in which layouts first appear."""
-    groups: dict[CacheLayout, list[int]] = {}
-    for layer, layout in enumerate(layouts):
-        groups.setdefault(layout, []).append(layer)
     result = []
     first = 0
-    for layout, layers in groups.items():
-        result.append(LayerGroup(layout, tuple(layers), first))
+    for layout, layers in layers_by_layout(layouts).items():
+        result.append(LayerGroup(layout, layers, first))
         first += len(layers)
     return tuple(result)
 
