@@ -22,7 +22,8 @@ from .target import CallTarget, CudaTarget, LayerGroup, layer_entry
 
 Array = np.ndarray[Any, Any]
 
-_HEAD = struct.Struct("<QqqQqqQqq")  # kv_c, k_pe, slots
+#: What the arguments begin with: kv_c, k_pe and slots, each with its strides.
+HEAD = struct.Struct("<QqqQqqQqq")
 _POINTER = struct.Struct("<Q")
 _SLOT_ARRAY_BYTES = params.SLOT_ARRAY.dtype.itemsize
 _SLOT_LIST_OFFSET = params.INSERT_PARAMS.offset("slot_list")
@@ -65,7 +66,7 @@ class _Launch:
 
     def by_address(self, current_stream: Callable[[], int]) -> Callable[[int, int, int], None]:
         """Return the launch by the addresses of kv_c, k_pe and slots, written out for speed."""
-        free, template, launch, pack = self._free, self._template, self._launch, _HEAD.pack_into
+        free, template, launch, pack = self._free, self._template, self._launch, HEAD.pack_into
         a, b, c, d, e, f = self._strides
 
         def run(kv_c: int, k_pe: int, slots: int) -> None:
@@ -89,7 +90,7 @@ class _Launch:
         `offset` is `ONE_CACHE` or `ALL_CACHES`.
         """
         free, template, launch = self._free, self._template, self._launch
-        pack, pack_pair = _HEAD.pack_into, _PAIR.pack_into
+        pack, pack_pair = HEAD.pack_into, _PAIR.pack_into
         a, b, c, d, e, f = self._strides
 
         def run(kv_c: int, k_pe: int, caches: int, slots: int, scales: int) -> None:
@@ -112,7 +113,7 @@ class _Launch:
         arguments = Arguments(self._template)
         kv_c, k_pe, slots = addresses
         a, b, c, d, e, f = self._strides
-        _HEAD.pack_into(arguments.buffer, 0, kv_c, a, b, k_pe, c, d, slots, e, f)
+        HEAD.pack_into(arguments.buffer, 0, kv_c, a, b, k_pe, c, d, slots, e, f)
         return lambda: launch(arguments, current_stream())
 
     def run(
@@ -130,7 +131,7 @@ class _Launch:
         arguments = Arguments(self._template)
         a, b, c, d, e, f = self._strides
         shared = slots if listed is None else 0
-        _HEAD.pack_into(arguments.buffer, 0, kv_c, a, b, k_pe, c, d, shared, e, f)
+        HEAD.pack_into(arguments.buffer, 0, kv_c, a, b, k_pe, c, d, shared, e, f)
         if listed is not None:
             for place, layer in enumerate(listed):
                 start = _SLOT_LIST_OFFSET + place * _SLOT_ARRAY_BYTES

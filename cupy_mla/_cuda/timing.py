@@ -12,6 +12,7 @@ from typing import Any
 
 from .cupy_device import CupyDevice, _cupy
 from .device import Arguments
+from .insert import HEAD as _INSERT_HEAD
 
 Call = Callable[[], Any]
 
@@ -168,6 +169,25 @@ class CudaTimer:
         numbers = [cupy.int64(i) for i in range(_RAW_ARGUMENTS - len(arrays))]
         arguments = (*arrays, *numbers)
         return lambda: kernel((1,), (32,), arguments)
+
+    def launch_steps(self, launch: RecordedLaunch, framework: str) -> dict[str, Call]:
+        """Return what an insert does once it has found its launch, each step by itself.
+
+        Parameters
+        ----------
+        launch : RecordedLaunch
+        framework : str
+            Of the arrays.
+        """
+        arguments = Arguments(launch.arguments)
+        run = self._device.launcher(launch.function, launch.grid, launch.block)
+        stream = int(self._stream.ptr)
+        head = _INSERT_HEAD.unpack_from(launch.arguments)
+        return {
+            "addresses filled in": lambda: _INSERT_HEAD.pack_into(arguments.buffer, 0, *head),
+            "current stream": self._device.stream_getter(framework),
+            "kernel launched": lambda: run(arguments, stream),
+        }
 
     def recorded_launch(self, call: Call) -> RecordedLaunch:
         """Return the one launch that a call prepares and makes; it is made, too.

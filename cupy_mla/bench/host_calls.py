@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from cupy_mla import _arrays
+from cupy_mla._cuda.timing import RecordedLaunch
+
 from . import torch_op
 from .figures import Figures
 from .machine import Machine, guarded
 from .operations.insert import split
-from .problem import Array, Call, Instance, Operation, Problem
+from .problem import Array, Arrays, Call, Instance, Operation, Problem
 
 #: Calls between two looks at the clock, and how often.
 CALLS, BATCHES = 100, 15
@@ -98,18 +101,26 @@ def measure(
         instance = operation.make(problem, machine.arrays, machine)
     for name, call in instance.host.items():
         add(name, "CuPy", call)
+    is_insert = operation.name == "insert"
+    if is_insert:
+        launch = _recorded(operation, problem, machine.arrays, machine)
+        for name, call in _steps(launch, machine, "cupy").items():
+            add(name, "CuPy", call)
     torch = machine.torch
     if torch is not None:
         arrays = TorchArrays(torch, machine.torch_device)
         for_torch = operation.make(problem, arrays)
         for name, call in for_torch.host.items():
             add(name, "torch", call)
-        if operation.name == "insert":
-            make = functools.partial(_torch_op, operation, problem, arrays, machine)
+        if is_insert:
+            launch = _recorded(operation, problem, arrays, machine)
+            for name, call in _steps(launch, machine, "torch").items():
+                add(name, "torch", call)
+            make = functools.partial(_torch_op, problem, arrays, launch)
             same_kernel = guarded(machine.notes, "torch custom op", make)
             for name, call in (same_kernel or {}).items():
                 add(name, "torch", call)
-    if operation.name == "insert":
+    if is_insert:
         add("cupy.RawKernel, 15 arguments", "CuPy", timer.raw_kernel_call())
         for name, alternative in instance.alternatives.items():
             if name.startswith("vLLM"):
@@ -117,25 +128,48 @@ def measure(
     return rows
 
 
-def _torch_op(
-    operation: Operation, problem: Problem, arrays: TorchArrays, machine: Machine
-) -> dict[str, Call]:
-    """Return compiled operations that launch what an insert launches; each was called once."""
+def _recorded(
+    operation: Operation, problem: Problem, arrays: Arrays, machine: Machine
+) -> RecordedLaunch:
+    """Return the launch of an insert; it keeps its instance."""
 
     def first_insert() -> Instance:
         made = operation.make(problem, arrays)
         made.run()
         return made
 
-    launch = machine.timer.recorded_launch(first_insert)
-    instance: Instance = launch.keep
-    rows = (*split(instance.arrays["projection"]), instance.arrays["slots"])
+    return machine.timer.recorded_launch(first_insert)
+
+
+def _rows(instance: Instance) -> tuple[Any, Any, Any]:
+    """Return the arrays of an insert."""
+    return (*split(instance.arrays["projection"]), instance.arrays["slots"])
+
+
+def _steps(launch: RecordedLaunch, machine: Machine, framework: str) -> dict[str, Call]:
+    """Return what `GroupedCacheWriter.insert` does, in its order, each step as a call."""
+    rows = _rows(launch.keep)
+    steps: dict[str, Call] = {}
+    _arrays.learn_looks(rows[0])
+    read = _arrays.STEP_LOOKS.get(type(rows[0]))
+    if read is not None:
+        looks = read(*rows)[0]
+        known = {looks: launch}
+        steps["looks of the arrays"] = functools.partial(read, *rows)
+        steps["launch found by looks"] = functools.partial(known.get, looks)
+    steps |= machine.timer.launch_steps(launch, framework)
+    return {f"insert by step: {name}": call for name, call in steps.items()}
+
+
+def _torch_op(problem: Problem, arrays: TorchArrays, launch: RecordedLaunch) -> dict[str, Call]:
+    """Return compiled operations that launch what an insert launches; each was called once."""
+    rows = _rows(launch.keep)
     calls = {"torch custom op, same kernel": torch_op.call(arrays.torch, rows, launch)}
     layout = problem.layout
     if not layout.tile:  # the published operation knows flat rows alone
         name = layout.name if layout.needs_scale else "auto"
         calls["torch custom op, published arguments"] = torch_op.published_call(
-            arrays.torch, rows, instance.arrays["caches"], launch, name
+            arrays.torch, rows, launch.keep.arrays["caches"], launch, name
         )
     for call in calls.values():
         call()

@@ -42,6 +42,9 @@ class Timer(Protocol):
     def raw_kernel_call(self) -> Call:
         """Return a launch of an empty ``cupy.RawKernel`` with 15 arguments."""
 
+    def launch_steps(self, launch: RecordedLaunch, framework: str) -> dict[str, Call]:
+        """Return what an insert does once it has found its launch, each step by itself."""
+
     def recorded_launch(self, call: Call) -> RecordedLaunch:
         """Return the one launch that a call prepares and makes, with what the call returns."""
 

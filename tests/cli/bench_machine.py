@@ -79,6 +79,9 @@ class FakeTimer:
     def raw_kernel_call(self) -> Callable[[], Any]:
         return lambda: None
 
+    def launch_steps(self, launch: RecordedLaunch, framework: str) -> dict[str, Any]:
+        return {f"kernel launched with {framework}": lambda: None}
+
     def recorded_launch(self, call: Callable[[], Any]) -> RecordedLaunch:
         return RecordedLaunch(1, 1, (32, 1), bytes(600), call())
 

@@ -280,6 +280,7 @@ def test_host_times_are_of_few_tokens(capsys, machine):
         "bind()",
         "GroupedCacheWriter.insert",
         "concat_and_cache_mla, one layer",
+        "insert by step: kernel launched with cupy",
         "cupy.RawKernel, 15 arguments",
     ]
     assert {row["tokens"] for row in document["host"]} == {1}

@@ -86,6 +86,9 @@ class FakeDevice:
     def launcher(self, function, grid, block):
         return lambda arguments, stream: self.launched.append((function, grid, block, stream))
 
+    def stream_getter(self, framework):
+        return lambda: f"current stream of {framework}"
+
 
 @pytest.fixture
 def cuda(monkeypatch):
@@ -206,6 +209,17 @@ def test_a_launch_is_recorded_and_made(device, timer, prepared):
     assert device.launched == [("f", 3, (36, 8), 5)]
     device.launch("g", 1, (1, 1), arguments, 0)  # and no longer recorded
     assert len(device.launched) == 2
+
+
+def test_the_steps_of_a_launch_are_calls_of_their_own(device, timer):
+    recorded = timing.RecordedLaunch("f", 3, (36, 8), bytes(600), None)
+    steps = timer.launch_steps(recorded, "torch")
+    assert list(steps) == ["addresses filled in", "current stream", "kernel launched"]
+    assert steps["current stream"]() == "current stream of torch"
+    steps["addresses filled in"]()
+    assert device.launched == []
+    steps["kernel launched"]()
+    assert [launch[:3] for launch in device.launched] == [("f", 3, (36, 8))]
 
 
 @pytest.mark.parametrize("count", [0, 2])

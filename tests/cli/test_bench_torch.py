@@ -243,7 +243,15 @@ def test_host_calls_are_measured_with_arrays_of_both_frameworks(fmt):
     )
     functions = ["bind()", "GroupedCacheWriter.insert", "concat_and_cache_mla, one layer"]
     names = [(row.name, row.arrays) for row in rows]
-    assert names[:6] == [(name, kind) for kind in ("CuPy", "torch") for name in functions]
+    steps = ["looks of the arrays", "launch found by looks", "kernel launched with torch"]
+    assert names[:4] == [
+        *((name, "CuPy") for name in functions),
+        ("insert by step: kernel launched with cupy", "CuPy"),
+    ]
+    assert names[4:10] == [
+        *((name, "torch") for name in functions),
+        *((f"insert by step: {name}", "torch") for name in steps),
+    ]
     assert names[-1] == ("cupy.RawKernel, 15 arguments", "CuPy")
     assert rows[0].to_dict()["us"] == {"median": 6.0, "min": 5.0, "p90": pytest.approx(6.8)}
 

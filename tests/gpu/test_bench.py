@@ -89,6 +89,14 @@ def test_host_times(capsys):
         ("concat_and_cache_mla_grouped", "CuPy"),
         ("cupy.RawKernel, 15 arguments", "CuPy"),
     } <= names
+    steps = {
+        "looks of the arrays",
+        "launch found by looks",
+        "addresses filled in",
+        "current stream",
+        "kernel launched",
+    }
+    assert {(f"insert by step: {step}", "CuPy") for step in steps} <= names
     for row in document["host"]:
         assert 0 < row["us"]["min"] <= row["us"]["median"] <= row["us"]["p90"]
     if "torch" not in document["notes"]:
