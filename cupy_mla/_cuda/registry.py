@@ -172,7 +172,7 @@ _READ_FORMATS = (
     _reads("float32", "Float32", {"bfloat16": 2, "float16": 2}),
     _reads("fp8_e4m3", "E4m3Codes", {"bfloat16": 4, "float16": 4, "float32": 4}),
     _reads("fp8_e5m2", "E5m2Codes", {"bfloat16": 4, "float16": 4, "float32": 4}),
-    _tiled_reads("fp8_ds_mla", 3),
+    _tiled_reads("fp8_ds_mla", 2),
     _tiled_reads("indexer_fp8", 4),
 )
 
