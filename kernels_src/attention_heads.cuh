@@ -160,6 +160,8 @@ template <class Input>
 __device__ __forceinline__ void store_attention(const QueryParams& p, i32 token, i32 block,
                                                 const LoadedIndex& position) {
   using Heads = AttentionHeads<Input>;
+  using Latent = typename Heads::Latent;
+  using Rope = typename Heads::Rope;
   const i32 lane = static_cast<i32>(threadIdx.x);
   const i32 warp = static_cast<i32>(threadIdx.y);
   const i32 warps = static_cast<i32>(blockDim.y);
@@ -170,19 +172,19 @@ __device__ __forceinline__ void store_attention(const QueryParams& p, i32 token,
 
   // Everything is asked for before anything is looked at. Angles alone have to wait for a position.
   const bool by_latents = quantised && heads.has_vector_latents();
-  const auto load_latent = [&](i32 head, auto& latent) { heads.load_latent(head, lane, latent); };
-  WorkAhead<typename Heads::Latent, 2> latents(first_head + warp, end_head, warps);
+  const auto load_latent = [&](i32 head, Latent& latent) { heads.load_latent(head, lane, latent); };
+  WorkAhead<Latent, 2> latents(first_head + warp, end_head, warps);
   if (by_latents) latents.start(load_latent);
   const bool by_ropes = heads.has_vector_ropes();
-  const auto load_ropes = [&](i32 first, auto& rope) { heads.load_ropes(first, end_head, rope); };
-  WorkAhead<typename Heads::Rope, 1> ropes(first_head + warp * kGroups, end_head, warps * kGroups);
+  const auto load_ropes = [&](i32 first, Rope& rope) { heads.load_ropes(first, end_head, rope); };
+  WorkAhead<Rope, 1> ropes(first_head + warp * kGroups, end_head, warps * kGroups);
   if (by_ropes) ropes.start(load_ropes);
   QuotientScale scale;
   if (quantised) scale = QuotientScale(p.q_scale != nullptr ? *p.q_scale : p.scale_value);
 
   if (by_latents) {
     latents.run(load_latent,
-                [&](i32 head, const auto& latent) { heads.store_latent(head, latent, scale); });
+                [&](i32 head, const Latent& latent) { heads.store_latent(head, latent, scale); });
   } else if (quantised) {
     for (i32 head = first_head + warp; head < end_head; head += warps) {
       heads.store_latent_by_element(head, scale);
@@ -191,7 +193,7 @@ __device__ __forceinline__ void store_attention(const QueryParams& p, i32 token,
   const u8* angles = find_angles(p.rope, p.q_table, position.value(p.position_bytes));
   if (by_ropes) {
     const typename Heads::Angles own(p.rope, angles, lane % kGroupLanes * kRopeRun / 2);
-    ropes.run(load_ropes, [&](i32 first, const auto& rope) {
+    ropes.run(load_ropes, [&](i32 first, const Rope& rope) {
       heads.store_ropes(first, end_head, rope, angles != nullptr, own, scale);
     });
   } else {

@@ -130,6 +130,7 @@ __device__ __forceinline__ void prefetch(const void* address) {
 __device__ inline void prefetch(const void*) {}
 
 __device__ inline void load_words_now(const void* source, i32 bytes, u32& low, u32& high) {
+  if (&low == &high) __builtin_trap();  // one register for both would lose a word
   const auto* words = static_cast<const u32*>(source);
   if (bytes != 0) low = words[0];
   if (bytes == 8) high = words[1];

@@ -55,9 +55,9 @@ struct TiledSource {
     const Words<kUnit> words = load_words<kUnit>(first);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) fragment.words.at[i] = words.at[i];
-    load_words_now(first + kUnit, is_rope ? kUnit : 0, fragment.words.at[kWords],
-                   fragment.words.at[2 * kWords - 1]);
     u32 unused = 0;
+    load_words_now(first + kUnit, is_rope ? kUnit : 0, fragment.words.at[kWords],
+                   kWords > 1 ? fragment.words.at[2 * kWords - 1] : unused);
     load_words_now(scales + unit / (layout::kTile / kUnit) * sizeof(float),
                    is_rope ? 0 : sizeof(float), fragment.scale, unused);
     return fragment;

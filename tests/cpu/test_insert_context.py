@@ -97,7 +97,7 @@ def test_many_tokens_are_worked_on_in_pieces(backend, rng):
     writer = step.writer()
     writer.insert_context(**step.arguments())
     step.check(want)
-    with pytest.raises(ValueError, match="layer [01], token 1100, slot 99"):
+    with pytest.raises(ValueError, match=r"layer [01], token 1100, slot 99"):
         writer.check()
 
 

@@ -62,6 +62,10 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+#: CuPy passes it, and nothing here relies on it.
+DEVICE_BY_DEFAULT = "--device-as-default-execution-space"
+
+
 def options(arch: str) -> tuple[str, ...]:
     """Return what CuPy 14 compiles our sources with, and the report of ptxas.
 
@@ -71,12 +75,12 @@ def options(arch: str) -> tuple[str, ...]:
         *cupy_device.OPTIONS,
         "-ftz=true",
         f"-arch={arch}",
-        "--device-as-default-execution-space",
+        DEVICE_BY_DEFAULT,
         *(("--ptxas-options=--verbose",) if arch.startswith("sm_") else ()),
     )
 
 
-def compile_source(source: str, arch: str) -> Compiled:
+def compile_source(source: str, arch: str, *, without: str | None = None) -> Compiled:
     """Compile a source that needs no include path.
 
     Parameters
@@ -84,6 +88,8 @@ def compile_source(source: str, arch: str) -> Compiled:
     source : str
     arch : str
         As ``sm_90``; with ``compute_75`` there is PTX alone, and no report of ptxas.
+    without : str, optional
+        An option that is left out.
     """
     nvrtc = library()
     if nvrtc is None:
@@ -91,7 +97,7 @@ def compile_source(source: str, arch: str) -> Compiled:
     program = ctypes.c_void_p()
     _check(nvrtc.nvrtcCreateProgram(_ref(program), source.encode(), b"kernel.cu", 0, None, None))
     try:
-        arguments = [option.encode() for option in options(arch)]
+        arguments = [option.encode() for option in options(arch) if option != without]
         array = (ctypes.c_char_p * len(arguments))(*arguments)
         failed = nvrtc.nvrtcCompileProgram(program, len(arguments), array)
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)

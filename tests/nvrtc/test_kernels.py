@@ -33,6 +33,15 @@ def compiled(special: registry.Specialisation, arch: str) -> nvrtc.Compiled:
     return nvrtc.compile_source(source.text, arch)
 
 
+@pytest.mark.parametrize("name", list(registry.KERNELS))
+def test_functions_of_the_device_say_so(name):
+    """Lambdas with parameters of any type, for example, would be the host's."""
+    for special in registry.specialisations(name):
+        source = sources.build(special, get_layout(special.format.layout))
+        without = nvrtc.DEVICE_BY_DEFAULT
+        assert nvrtc.compile_source(source.text, "compute_75", without=without).ptx
+
+
 @every_arch
 @every_specialisation
 def test_a_kernel_compiles_without_local_memory_or_flushing(special, arch):
