@@ -180,7 +180,8 @@ def _chosen(ranges: list[range], num_slots: int) -> tuple[np.ndarray[Any, Any], 
     """Return the slots of the cache among those given, and how many given ones are none."""
     inside = [range(max(part.start, 0), min(part.stop, num_slots)) for part in ranges]
     slots = np.unique(np.concatenate([np.arange(part.start, part.stop) for part in inside]))
-    return slots.astype(np.int64), sum(map(len, ranges)) - sum(map(len, inside))
+    given = sum(part.stop - part.start for part in ranges)  # len() would be a machine's integer
+    return slots.astype(np.int64), given - sum(map(len, inside))
 
 
 def _parts(rows: CacheRows, slot: int, scale: float | None) -> list[RowPart]:

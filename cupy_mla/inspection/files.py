@@ -167,6 +167,8 @@ def _choose(operation: str, name: str, keys: list[str], tensor: str | None) -> s
 
 
 def _own_dtype(operation: str, name: str, mapped: Array) -> str:
+    if mapped.dtype == np.dtype("V2"):  # what numpy.save makes of bfloat16
+        return dtypes.BFLOAT16.name
     if mapped.dtype not in dtypes.INPUT_DTYPES:
         reject_type(
             operation,

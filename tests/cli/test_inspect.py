@@ -110,6 +110,12 @@ def test_the_audit_in_words(capsys, saved):
     assert "amax of rope   1" in text
 
 
+def test_a_range_far_beyond_the_file_is_of_its_slots(capsys, saved):
+    arguments = ["inspect", saved(ds_mla_cache()), "--layout", "fp8_ds_mla"]
+    assert main([*arguments, "--slots", f"30:{2**70}"]) == 0
+    assert f"2, {2**70 - 32} given slots are not" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("slots", ["8", "0:9", "5:100,8:9", "31,8"])
 def test_slots_are_numbers_and_ranges(capsys, saved, slots):
     cache = ds_mla_cache()
@@ -124,6 +130,7 @@ def test_slots_are_numbers_and_ranges(capsys, saved, slots):
     ("layout", "dtype", "stored"),
     [
         ("bfloat16", BFLOAT16, None),
+        ("auto", BFLOAT16, None),
         ("bfloat16", BFLOAT16, np.uint16),
         ("bfloat16", BFLOAT16, np.uint8),
         ("float16", np.float16, None),
