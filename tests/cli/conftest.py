@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from cupy_mla import backends
-from cupy_mla.cli import _device
+from cupy_mla.cli import _device, bench
+from tests.cli.bench_machine import make_machine
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +64,13 @@ def with_gpu(monkeypatch, tmp_path):
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07  Wed Aug 27\n")
     monkeypatch.setattr(_device, "_DRIVER_FILE", driver)
     return module
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """For the benchmark: a CUDA device with made-up times in place of whatever there is."""
+    made = make_machine()
+    device = _device.Device("CUDA", "Emulated GPU", "for a test", np, repeats=3)
+    monkeypatch.setattr(bench, "select", lambda request: device)
+    monkeypatch.setattr(bench, "make_machine", lambda device: made)
+    return made

@@ -6,8 +6,6 @@ import json
 import re
 import sys
 import types
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,21 +18,11 @@ from cupy_mla.bench.session import Settings
 from cupy_mla.cli import _bench_tables, bench, main
 from cupy_mla.cli._device import Device
 from tests.cli import bench_machine
-from tests.cli.bench_machine import COPY, EMPTY, OURS, PRICES, make_machine
+from tests.cli.bench_machine import COPY, EMPTY, OURS, PRICES
 from tests.cli.helpers import python, table_rows
 
 SMALL = ("--layers", "2", "--tokens", "1,5", "--block-size", "4", "--format", "fp8")
 GPU = ("--sections", "gpu", "--repeat", "5")
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """A CUDA device with made-up times in place of whatever this machine has."""
-    made = make_machine()
-    device = Device("CUDA", "Emulated GPU", "for a test", np, repeats=3)
-    monkeypatch.setattr(bench, "select", lambda request: device)
-    monkeypatch.setattr(bench, "make_machine", lambda device: made)
-    return made
 
 
 def run_json(capsys, *arguments):
@@ -434,57 +422,6 @@ def test_a_plot_without_rows_is_not_made(capsys, no_cupy, monkeypatch, tmp_path)
     assert main(["bench", *SMALL, "--plot", str(path)]) == 0
     assert "nothing was measured that --plot could draw" in capsys.readouterr().err
     assert not path.exists()
-
-
-class Recorder:
-    """Matplotlib's objects in one: takes every call and remembers it."""
-
-    def __init__(self, made, name):
-        self._made, self._name = made, name
-
-    def __getattr__(self, name):
-        def call(*arguments, **options):
-            self._made.append((f"{self._name}.{name}", arguments, options))
-            child = Recorder(self._made, f"{self._name}.{name}")
-            if name == "subplots":
-                return [[Recorder(self._made, f"axes{row}{i}") for i in range(2)]
-                        for row in range(arguments[0])]  # fmt: skip
-            if name == "bar":
-                return [Recorder(self._made, "bar") for _ in arguments[0]]
-            if name == "savefig":
-                Path(arguments[0]).touch()
-            return [child] if name == "plot" else child
-
-        return call
-
-
-def test_bars_are_percents_and_lines_are_times(capsys, machine, monkeypatch, tmp_path):
-    made = []
-    module = types.SimpleNamespace(Figure=lambda **options: Recorder(made, "figure"))
-    monkeypatch.setattr(bench.plot, "matplotlib", lambda: module)
-    path = tmp_path / "figure.svg"
-    assert main(["bench", "insert", "gather", *SMALL, *GPU, "--plot", str(path)]) == 0
-    assert path.exists()
-    bars = [arguments for name, arguments, _ in made if name == "axes00.bar"]
-    assert [len(arguments[1]) for arguments in bars] == [2, 1]  # contiguous, random
-    assert bars[0][1] == pytest.approx([100 * COPY / OURS] * 2)
-    lines = [arguments for name, arguments, _ in made if name == "axes01.plot"]
-    assert lines[0][0] == [1, 5]
-    assert lines[0][1] == pytest.approx([1.02 * OURS] * 2)
-    assert lines[1][1] == pytest.approx([1.02 * COPY] * 2)
-    assert any(name.startswith("axes10") for name, _, _ in made)
-    (title,) = [arguments[0] for name, arguments, _ in made if name == "figure.suptitle"]
-    assert _kernel_files.digest()[:12] in title
-
-
-if find_spec("matplotlib"):
-
-    @pytest.mark.parametrize(("ending", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-    def test_a_figure_is_drawn(capsys, machine, tmp_path, ending, begin):
-        path = tmp_path / f"figure.{ending}"
-        assert main(["bench", "insert", "gather", *SMALL, *GPU, "--plot", str(path)]) == 0
-        assert path.read_bytes().startswith(begin)
-        assert path.stat().st_size > 5000
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cupy_mla import _kernel_files
 from cupy_mla.bench import plot
 from cupy_mla.bench.measure import Bench
 from cupy_mla.bench.operations import OPERATIONS
 from cupy_mla.bench.session import Settings, problems
+from cupy_mla.cli import main
 from tests.cli.bench_machine import COPY, make_machine
 
 pytest.importorskip("matplotlib")
@@ -82,6 +84,26 @@ def test_lines_are_times_and_a_copy_for_each_format(figure, rows):
     assert len({line.get_color() for line in axis.lines}) == 2  # one a format
     ticks = {text.get_text() for text in axis.get_yticklabels()}
     assert {"5", "10", "20"} <= ticks
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("ending", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_the_command_draws_and_names_its_kernels(monkeypatch, tmp_path, ending, begin):
+    titles = []
+    draw = plot.draw
+
+    def keep(rows, title, path):
+        titles.append(title)
+        draw(rows, title, path)
+
+    monkeypatch.setattr(plot, "draw", keep)
+    path = tmp_path / f"figure.{ending}"
+    sizes = ("--layers", "2", "--tokens", "1,5", "--format", "fp8", "--sections", "gpu")
+    assert main(["bench", "insert", "gather", *sizes, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(begin)
+    (title,) = titles
+    assert "Emulated GPU" in title
+    assert _kernel_files.digest()[:12] in title
 
 
 def test_nothing_is_hidden_behind_the_legend(figure):
