@@ -17,6 +17,7 @@ import cupy_mla
 from cupy_mla._cuda.backend import CudaBackend
 from cupy_mla.backends import NumpyBackend
 from cupy_mla.cli import main
+from cupy_mla.cli._device import cuda_missing
 from cupy_mla.layouts import LAYOUT_NAMES
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -89,9 +90,9 @@ def test_there_are_examples() -> None:
 )
 def test_example_runs(source: str) -> None:
     if "import cupy as" in source:
-        pytest.importorskip(
-            "cupy", reason="this example needs CuPy and a GPU", exc_type=ImportError
-        )
+        missing = cuda_missing()
+        if missing is not None:
+            pytest.skip(f"this example needs CuPy and a GPU: {missing}")
     for module in ("torch", "jax"):
         if f"import {module}" in source:
             pytest.importorskip(module, exc_type=ImportError)
