@@ -397,7 +397,9 @@ def _cupy_looks(arrays: Iterable[Any], looks: list[Any], addresses: list[int]) -
 
 
 def _no_looks(arrays: Iterable[Any], looks: list[Any], addresses: list[int]) -> bool:
-    for _ in arrays:
+    for obj in arrays:
+        if obj is not None:
+            return False
         addresses.append(0)
         looks.append(None)
     return True

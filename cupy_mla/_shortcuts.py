@@ -104,9 +104,14 @@ class Shortcuts:
         looks = [options]
         if _arrays.read_looks(arrays, looks) is None:
             return
+        key = tuple(looks)
+        try:
+            hash(key)
+        except TypeError:  # an option that cannot be hashed
+            return
         if len(self._launches) >= _MOST:
             self._launches.clear()
-        self._launches[tuple(looks)] = launch
+        self._launches[key] = launch
 
     def forget(self) -> None:
         """Forget every call."""

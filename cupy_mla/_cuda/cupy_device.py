@@ -152,7 +152,7 @@ class CupyDevice:
         finally:
             if context:
                 self._set_context(context)
-            else:  # a new thread's current device is not in use yet
+            else:  # a thread without a context
                 self._runtime.setDevice(device)
 
     def compile(self, source: str, entry: str) -> int:

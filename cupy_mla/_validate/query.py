@@ -126,6 +126,9 @@ def _mqa(
         shape = ("T", heads, "R")
         ql_nope = operand(operation, "ql_nope", given.ql_nope, shape, place, tokens=tokens)
         same_dtype(operation, "ql_nope", ql_nope, q_pe.dtype, "q_pe")
+        if not ql_nope.shape[2]:
+            expected = f"have shape [T, {heads}, R] with R of at least 1"
+            reject_value(operation, "ql_nope", expected, list(ql_nope.shape))
         if given.q_scale is None:
             reject_value(operation, "q_scale", "be the scale of the fp8 query", None)
         scale = layer_scale(operation, "q_scale", given.q_scale, place[0], owner=_OWNER, live=False)

@@ -226,6 +226,7 @@ REFUSED = [
     ("ql_nope", bf16(4, 2, 20), ValueError, ["[T, 3, R]", "[4, 2, 20]"]),
     ("ql_nope", np.zeros((4, 3, 20), F32), TypeError, ["dtype of q_pe (bfloat16)", "float32"]),
     ("ql_nope", None, TypeError, ["NoneType"]),
+    ("ql_nope", bf16(4, 3, 0), ValueError, ["R of at least 1", "[4, 3, 0]"]),
     ("q_scale", None, ValueError, ["scale", "None"]),
     ("q_scale", 0.0, ValueError, ["> 0", "0.0"]),
     ("q_scale", np.ones(2, F32), ValueError, ["one element", "[2]"]),

@@ -18,6 +18,7 @@ from cupy_mla import (
     indexer_k_quant_and_cache,
 )
 from cupy_mla._cuda import backend as cuda_backend
+from cupy_mla._shortcuts import Shortcuts
 from tests import helpers, oracle
 from tests.emulator import test_context as test_context_kernel
 from tests.emulator import test_norm_rope as test_norm_rope_kernel
@@ -245,3 +246,48 @@ def test_options_and_looks_tell_calls_apart(rng):
         host = {name: value.host if is_array(value) else value for name, value in arrays.items()}
         for got, want in zip(made, fused_q(**host), strict=True):
             assert got.host.view(np.uint8).tobytes() == want.view(np.uint8).tobytes()
+
+
+# --- the table of known calls ---------------------------------------------------------------------
+
+
+def on_device_of(*shape: int) -> CupyLike:
+    return CupyLike(np.zeros(shape, np.float32))
+
+
+def learned(*arrays: Any, options: Any = None) -> Shortcuts:
+    shortcuts = Shortcuts()
+    shortcuts.learn(print, options, *arrays)
+    return shortcuts
+
+
+def test_none_in_front_hides_no_array():
+    shortcuts = learned(None, on_device_of(4, 4))
+    same, other = on_device_of(4, 4), on_device_of(9, 9)
+    assert shortcuts.find(None, None, same) == (print, [0, same.data.ptr])
+    assert shortcuts.find(None, None, other) is None
+    assert shortcuts.find(None, None, None) is None
+
+
+def test_an_array_of_an_unknown_kind_is_no_known_call():
+    known = on_device_of(4)
+    shortcuts = learned(known, known)
+    assert shortcuts.find(None, known, known) is not None
+    assert shortcuts.find(None, known, np.zeros(4, np.float32)) is None
+    assert shortcuts.find(None, np.zeros(4, np.float32), known) is None
+
+
+def test_options_that_cannot_be_hashed_are_never_known():
+    known = on_device_of(4)
+    shortcuts = learned(known, options=[1])
+    assert shortcuts.find([1], known) is None
+
+
+def test_addresses_differ_by_what_they_leave_of_eight_bytes():
+    raw = np.zeros(64, np.uint8)
+    begin = -raw.__array_interface__["data"][0] % 8
+    first, second = (CupyLike(raw[begin + shift : begin + shift + 4]) for shift in (0, 4))
+    shortcuts = learned(first, first)
+    assert shortcuts.find(None, first, first) is not None
+    assert shortcuts.find(None, first, second) is None
+    assert shortcuts.find(None, second, first) is None
