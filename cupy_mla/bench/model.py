@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cupy_mla.layouts import CacheLayout
+
 #: Epsilon of all norms.
 EPS = 1e-6
 #: Latent part of the query.
@@ -16,3 +18,8 @@ TOP_K = 2048
 Q_SCALE = 0.25
 SOFTMAX_SCALE = INDEX_DIM**-0.5
 HEAD_SCALE = INDEX_HEADS**-0.5
+
+
+def takes_fp8_query(layout: CacheLayout) -> bool:
+    """Whether attention over caches of a layout takes an fp8 query: over flat e4m3 alone."""
+    return layout.name == "fp8_e4m3"

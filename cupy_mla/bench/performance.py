@@ -31,10 +31,11 @@ _NOTHING = (
     "`cupy-mla bench` measures on the GPU at hand.\n"
 )
 _HOW = (
-    "Device times are medians of graph replays, one call each, over buffers that take turns so "
-    "that none is in the L2 cache. The ceiling is the fastest of several plain copies that read "
-    "and write as many bytes, in the same run. [Notebook 4](notebooks/04_how_fast.ipynb) draws all "
-    "sizes."
+    "Device times are of one call: medians of graph replays, over the number of calls in a graph. "
+    "Before each replay the L2 cache is filled with other bytes, and the calls take turns with "
+    "several sets of buffers, so that none finds its own there. The ceiling is the fastest of "
+    "several plain copies that read and write as many bytes, in the same run. "
+    "[Notebook 4](notebooks/04_how_fast.ipynb) draws all sizes."
 )
 #: Other ways to do the work whose names do not say what they are.
 _WAYS = {
@@ -152,9 +153,11 @@ def _many_tokens(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _few_tokens(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Show the smallest size of each operation and format where launching is what counts."""
+    """Show the smallest size of each operation and format, where there are several."""
     lines = []
-    for group in _groups(row for row in rows if row["launch_bound"]):
+    for group in _groups(rows):
+        if group[0]["tokens"] == group[-1]["tokens"]:
+            continue
         row = group[0]
         lines.append(
             [
@@ -163,10 +166,12 @@ def _few_tokens(rows: Iterable[dict[str, Any]]) -> list[str]:
                 _others(row),
                 f"{row['tokens']:,}",
                 _us(row["us"]["median"]),
-                _us(max(row["us_above_empty_node"], 0.0)),
+                _us(row["empty_node_us"]),
+                _us(row["ceiling"]["us"]["median"]),
             ]
         )
-    titles = ["few tokens", "format", "other ways", "tokens", "us", "above an empty kernel, us"]
+    titles = ["fewest tokens", "format", "other ways", "tokens", "us"]
+    titles += ["an empty kernel, us", "the copy, us"]
     return [_table(titles, 3, lines)] if lines else []
 
 
@@ -211,10 +216,11 @@ def _compiled(rows: Sequence[dict[str, Any]]) -> list[str]:
         return []
     cold = sorted(1e3 * row["cold_s"] for row in rows)
     cached = sorted(1e3 * row["cached_s"] for row in rows)
+    operations = dict.fromkeys(row["kernel"].partition("_")[0] for row in rows)
     return [
         f"The first call of a kernel waits {cold[0]:.0f} to {cold[-1]:.0f} ms for NVRTC, and "
         f"{cached[0]:.0f} to {cached[-1]:.0f} ms where CuPy's folder of compiled kernels has it "
-        f"({len(rows)} kernels)."
+        f"({len(rows)} kernels of {', '.join(operations)})."
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,20 @@ def matplotlib() -> ModuleType:
             f"--plot needs matplotlib, which cannot be imported ({error}): pip install matplotlib, "
             "or pip install 'cupy-mla[notebooks]'"
         ) from error
+
+
+def check_path(path: str) -> None:
+    """Raise for a file whose ending names no kind of picture.
+
+    Raises
+    ------
+    ValueError
+        With the endings that there are.
+    """
+    kinds = matplotlib().Figure().canvas.get_supported_filetypes()
+    if os.path.splitext(path)[1].removeprefix(".").lower() not in kinds:
+        known = ", ".join(f".{kind}" for kind in sorted(kinds))
+        raise ValueError(f"--plot must name a file that ends in one of {known}, got {path!r}")
 
 
 def _group(row: Row) -> str:

@@ -93,5 +93,6 @@ def _counted(problem: Problem, traffic: Traffic) -> dict[str, Any]:
         "format": problem.layout.name,
         "layers": problem.layers,
         "tokens": problem.tokens,
+        "pattern": problem.pattern,
         "bytes": traffic.to_dict(),
     }

@@ -7,7 +7,7 @@ from typing import Any
 from cupy_mla import GroupedCacheWriter
 
 from . import pipelines
-from .model import EPS, HEAD_SCALE, INDEX_DIM, Q_SCALE, SOFTMAX_SCALE
+from .model import EPS, HEAD_SCALE, INDEX_DIM, Q_SCALE, SOFTMAX_SCALE, takes_fp8_query
 from .problem import (
     KV_LORA_RANK,
     ROPE_DIM,
@@ -83,7 +83,7 @@ def query(problem: Problem, instance: Instance, torch: Any) -> Alternative:
     def run() -> None:
         rows = found["table"][found["positions"]][:, None]
         rotated = pipelines.rotate(torch, found["q_pe"], rows)
-        if problem.layout.is_fp8:
+        if takes_fp8_query(problem.layout):
             both = torch.cat([found["ql_nope"], rotated], dim=-1).float() / Q_SCALE
             out["mqa_q"].copy_(pipelines.to_fp8(torch, both, "float8_e4m3fn"))
         else:

@@ -18,6 +18,7 @@ from cupy_mla.bench.operations import OPERATIONS
 from cupy_mla.bench.problem import PATTERNS
 from cupy_mla.bench.report import Report
 from cupy_mla.bench.session import SECTIONS, Settings
+from cupy_mla.bench.verify import REFERENCE_TOKENS
 from cupy_mla.cli import _arguments, _bench_tables, _console, info
 from cupy_mla.cli._device import DEVICES, Device, select
 
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure what `args` asks for and report; 1 when anything that is compared differs."""
     settings = _settings(args)
     if args.plot is not None:
-        plot.matplotlib()
+        plot.check_path(args.plot)
     for path in (args.json, args.plot):
         if path not in (None, "-"):
             _check_writable(path)
@@ -169,9 +170,23 @@ def run(args: argparse.Namespace) -> int:
             _write(args.json, json.dumps(document, indent=2, allow_nan=False) + "\n")
     if args.plot is not None:
         _plot(args, report)
+    if not report.timed:
+        _say_what_was_left_out(args)
     for line in _failures(report):
         sys.stderr.write(f"{args.prog}: {line}\n")
     return 0 if report.ok else 1
+
+
+def _say_what_was_left_out(args: argparse.Namespace) -> None:
+    """Tell who asked for more than there is without a GPU."""
+    left_out = [f"--{name}" for name in ("cold", "warm", "step") if getattr(args, name)]
+    if left_out:
+        names = " and ".join(left_out)
+        sys.stderr.write(f"{args.prog}: {names} left out, since nothing is timed without a GPU\n")
+    if args.tokens and max(args.tokens) > REFERENCE_TOKENS:
+        sys.stderr.write(
+            f"{args.prog}: the reference is checked at {REFERENCE_TOKENS:,} tokens at most\n"
+        )
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -315,7 +315,8 @@ def fused_norm_rope(
     topk_indices_buffer : int32 or int64 array [T', K] or None
         Its first T rows are filled with -1 where `has_indexer` is true.
     slot_mapping : int32 or int64 array [T] or None
-        Row of each token in both caches. None stores nothing, as in a profiling run.
+        Row of each token in both caches. None stores nothing, as in a profiling run, but for
+        the indexer's key where that has an `indexer_slot_mapping`.
     indexer_k_cache : array [num_blocks, block_size, 132] or None
         uint8 or float8_e4m3fn; a block holds the codes of all its rows, then their scales.
     mla_kv_cache : array [num_blocks, block_size, width] or None
@@ -347,7 +348,8 @@ def fused_norm_rope(
     Returns
     -------
     array [T, Q]
-        `q_c_out`, or a new array of the framework of `q_c`.
+        A new array of the framework of `q_c`; or `q_c_out` as it was given, rows behind the T-th
+        included.
 
     Raises
     ------

@@ -58,7 +58,11 @@ def test_without_a_gpu_json_has_bytes_and_no_times(capsys, no_cupy):
     assert document["timed"] is False
     assert document["ok"] is True
     assert document["rows"] == document["host"] == document["compile"] == document["steps"] == []
-    assert [entry["tokens"] for entry in document["counted"]] == [1, 5, 5]
+    assert [(entry["tokens"], entry["pattern"]) for entry in document["counted"]] == [
+        (1, "contiguous"),
+        (5, "contiguous"),
+        (5, "random"),
+    ]
     assert document["counted"][0]["bytes"]["kinds"]["outputs"] == 2 * 576
     assert {check["subject"] for check in document["checks"]} == {"reference"}
     assert document["machine"]["backend"] == "NumPy"
@@ -398,7 +402,7 @@ def test_json_goes_to_a_file_beside_the_tables(capsys, machine, tmp_path):
 def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
     capsys, machine, monkeypatch, tmp_path, option
 ):
-    monkeypatch.setattr(bench.plot, "matplotlib", lambda: None)
+    monkeypatch.setattr(bench.plot, "check_path", lambda path: None)
     monkeypatch.setattr(bench, "select", None)
     path = tmp_path / "missing" / "file"
     assert main(["bench", option, str(path)]) == 2
@@ -416,8 +420,29 @@ def test_without_matplotlib_a_plot_is_an_error(capsys, machine, monkeypatch):
     assert "pip install matplotlib" in captured.err
 
 
+def test_what_a_gpu_is_needed_for_is_left_out_aloud(capsys, no_cupy):
+    sizes = ("--layers", "1", "--tokens", "1", "--format", "bfloat16")
+    assert main(["bench", *sizes, "--warm", "--step"]) == 0
+    text = capsys.readouterr().err
+    assert "--warm and --step left out, since nothing is timed without a GPU" in text
+    assert "tokens at most" not in text
+    assert main(["bench", "q", "--tokens", "1025", "--format", "bfloat16"]) == 0
+    text = capsys.readouterr().err
+    assert "the reference is checked at 1,024 tokens at most" in text
+    assert "left out" not in text
+
+
+def test_the_query_is_what_attention_over_such_a_cache_takes(capsys, no_cupy):
+    written = {}
+    for fmt in ("bfloat16", "fp8_ds_mla", "fp8_e4m3"):
+        arguments = ("q", "--tokens", "1", "--format", fmt)
+        entry = run_json(capsys, *arguments)[1]["counted"][0]
+        written[fmt] = entry["bytes"]["written"]
+    assert written["fp8_ds_mla"] == written["bfloat16"] < written["fp8_e4m3"]
+
+
 def test_a_plot_without_rows_is_not_made(capsys, no_cupy, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench.plot, "matplotlib", lambda: None)
+    monkeypatch.setattr(bench.plot, "check_path", lambda path: None)
     path = tmp_path / "x.png"
     assert main(["bench", *SMALL, "--plot", str(path)]) == 0
     assert "nothing was measured that --plot could draw" in capsys.readouterr().err

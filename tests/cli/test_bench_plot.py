@@ -106,6 +106,21 @@ def test_the_command_draws_and_names_its_kernels(monkeypatch, tmp_path, ending, 
     assert _kernel_files.digest()[:12] in title
 
 
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("name", ["figure.xyz", "figure.json", "figure", "-"])
+def test_an_ending_that_is_no_picture_is_refused_before_anything_is_measured(
+    capsys, monkeypatch, tmp_path, name
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "insert", "--tokens", "1", "--plot", name]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--plot must name a file that ends in one of" in captured.err
+    assert ".png, " in captured.err
+    assert f"got {name!r}" in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_is_hidden_behind_the_legend(figure):
     figure.canvas.draw()
     for axis in figure.axes[1::2]:

@@ -70,6 +70,24 @@ def test_the_draft_model_over_torch_on_the_cpu(capsys):
     assert capsys.readouterr().out.count("good") == len(draft_model.FORMATS)
 
 
+def test_a_framework_without_a_device_is_a_usage_error(monkeypatch, capsys):
+    class NoGpu:
+        def put(self, host):
+            raise RuntimeError("no CUDA device")
+
+    monkeypatch.setattr(draft_model, "CupyArrays", NoGpu)
+    with pytest.raises(SystemExit):
+        draft_model.main(["--arrays", "cupy"])
+    assert "no arrays of cupy on cuda: no CUDA device" in capsys.readouterr().err
+
+
+def test_the_decode_step_explains_itself(capsys):
+    with pytest.raises(SystemExit) as ended:
+        decode_step.main(["--help"])
+    assert ended.value.code == 0
+    assert "One decode step" in capsys.readouterr().out
+
+
 def other_pairs(x, row):
     """Pairs (i, i + P/2)."""
     cos, sin = row[:, :32], row[:, 32:]

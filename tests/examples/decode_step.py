@@ -14,6 +14,7 @@ and the output is compared with that of the same step over an unquantised cache.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from dataclasses import dataclass, field
@@ -264,8 +265,9 @@ def run(seed: int = 0) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Print how far each backend's output is from that over a bfloat16 cache."""
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args(arguments)
     for name, error in run().items():
         sys.stdout.write(f"{name:18} relative error {100 * error:.2f} %\n")
 

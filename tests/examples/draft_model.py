@@ -257,6 +257,10 @@ def main(arguments: list[str] | None = None) -> int:
     if (given.arrays, device) in (("numpy", "cuda"), ("cupy", "cpu")):
         parser.error(f"{given.arrays} has no arrays on {device}")
     made = {"numpy": NumpyArrays, "cupy": CupyArrays, "torch": lambda: TorchArrays(device)}
+    try:
+        made[given.arrays]().put(np.zeros(1, np.float32))
+    except (ImportError, RuntimeError, AssertionError) as error:  # the framework, a driver, a GPU
+        parser.error(f"no arrays of {given.arrays} on {device}: {error}")
     results = {fmt: run(fmt, made[given.arrays]()) for fmt in FORMATS}
     for fmt, result in results.items():
         sys.stdout.write(

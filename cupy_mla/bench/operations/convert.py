@@ -30,7 +30,7 @@ def source_of(problem: Problem) -> Problem:
 
 
 def traffic(problem: Problem) -> Traffic:
-    """Count all rows of both caches."""
+    """Count all rows of both caches, which are whole blocks."""
     rows = problem.pool_blocks * problem.block_size
     source = source_of(problem).layout
     scales = int(source.needs_scale) + int(problem.layout.needs_scale)

@@ -7,7 +7,15 @@ import numpy as np
 from cupy_mla import dtypes, fused_q
 from cupy_mla.bench import oracle, torch_ways
 from cupy_mla.bench.machine import Machine
-from cupy_mla.bench.model import HEAD_SCALE, HEADS, INDEX_DIM, INDEX_HEADS, Q_SCALE, SOFTMAX_SCALE
+from cupy_mla.bench.model import (
+    HEAD_SCALE,
+    HEADS,
+    INDEX_DIM,
+    INDEX_HEADS,
+    Q_SCALE,
+    SOFTMAX_SCALE,
+    takes_fp8_query,
+)
 from cupy_mla.bench.problem import (
     KV_LORA_RANK,
     ROPE_DIM,
@@ -30,7 +38,7 @@ _E4M3_LARGEST = 448.0
 def traffic(problem: Problem) -> Traffic:
     """Count queries in and out; the latent part only where it is quantised."""
     tokens, dtype = problem.tokens, problem.input_dtype
-    fp8, rows = problem.layout.is_fp8, tokens * HEADS
+    fp8, rows = takes_fp8_query(problem.layout), tokens * HEADS
     width = KV_LORA_RANK + ROPE_DIM if fp8 else ROPE_DIM
     return Traffic.of(
         Part("ql_nope, q_pe", "inputs", dtype, rows * width),
@@ -60,7 +68,7 @@ def _inputs(problem: Problem) -> dict[str, Array]:
 def make(problem: Problem, arrays: Arrays, machine: Machine | None = None) -> Instance:
     """Make the buffers of a step; outputs too, so that a call allocates nothing."""
     found = {name: arrays.to_device(values) for name, values in _inputs(problem).items()}
-    tokens, fp8 = problem.tokens, problem.layout.is_fp8
+    tokens, fp8 = problem.tokens, takes_fp8_query(problem.layout)
     width = KV_LORA_RANK + ROPE_DIM if fp8 else ROPE_DIM
     code = dtypes.UINT8 if fp8 else problem.input_dtype
     index_shape = (tokens, INDEX_HEADS, INDEX_DIM)
@@ -96,7 +104,7 @@ def expect(problem: Problem, instance: Instance) -> list[tuple[str, Expected]]:
     found, e4m3 = _inputs(problem), dtypes.FLOAT8_E4M3
     table = found["table"][:, None]
     query = oracle.rotate(found["q_pe"], table)
-    if problem.layout.is_fp8:
+    if takes_fp8_query(problem.layout):
         query = np.concatenate([found["ql_nope"].astype(np.float64), query], axis=-1)
         query = np.clip(query / Q_SCALE, -_E4M3_LARGEST, _E4M3_LARGEST)
 
