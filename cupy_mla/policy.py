@@ -7,15 +7,18 @@ to choose instead.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from .errors import check_integer, reject_type, reject_value
+from .errors import reject_type, reject_value
 from .layouts import (
+    LAYOUT_NAMES,
     CacheLayout,
     ScaleFormat,
     canonical_name,
@@ -66,6 +69,12 @@ class BackendRule:
     def runs_on(self, architecture: int | None) -> bool:
         """Whether it runs on an architecture; None, an unknown one, counts as yes."""
         return architecture is None or architecture in self.architectures
+
+    def reads_exponent_alone(self, architecture: int | None) -> bool:
+        """Whether scales must be powers of two there; for None, wherever it runs."""
+        if architecture is None:
+            return set(self.architectures) <= set(self.exponent_only)
+        return architecture in self.exponent_only
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,9 @@ class CachePolicy:
         return mqa_q if self.fp8_query else (ql_nope, mqa_q)
 
 
+#: Largest major number that is taken: a capability like 90 in its place is a slip.
+_LAST_MAJOR = 50
+
 _lock = threading.Lock()
 _rules: dict[str, BackendRule] = {
     rule.name: rule
@@ -140,6 +152,16 @@ _rules: dict[str, BackendRule] = {
             fp8_query=False,
             scale_format="ue8m0",
             exponent_only=(10,),
+        ),
+        # FlashInfer has other kernels for SM120 and SM121. Their default, and what vLLM asks for
+        # but for GLM, is to read exponents; only "arbitrary_fp32" multiplies a scale as it is.
+        BackendRule(
+            name="flashinfer_sparse_sm120",
+            architectures=(12,),
+            layouts=("fp8_ds_mla",),
+            fp8_query=False,
+            scale_format="ue8m0",
+            exponent_only=(12,),
         ),
     )
 }
@@ -162,15 +184,17 @@ def register_backend(
     ----------
     name : str
     architectures : iterable of int
-        Major numbers of the compute capabilities it runs on: 9 is SM90, 10 is SM100.
+        Major numbers of the compute capabilities it runs on, at least one: 9 is SM90, 10 is SM100.
     layouts : iterable of str
-        Names of the cache layouts it reads, see `get_layout`.
+        Names of the cache layouts it reads, at least one, see `get_layout`. ``auto`` and
+        ``indexer_fp8`` are none.
     fp8_query : bool
         Whether it takes one fp8 query ``[ql_nope | q_pe]`` instead of the 16-bit pair.
     cache_needs_fp8_view : bool
         Whether it wants a byte cache seen as float8.
     scale_format : {"float32", "ue8m0"}, optional
-        What the scales inside rows should be where a caller has no wish.
+        What the scales inside rows should be where a caller has no wish; by default "ue8m0" where
+        `exponent_only` has an entry, else "float32".
     exponent_only : iterable of int
         Major numbers of the capabilities on which it reads the scales' exponent alone.
     replace : bool
@@ -184,9 +208,12 @@ def register_backend(
     Raises
     ------
     ValueError
-        For an unknown layout, no layout at all, or a name that is taken.
+        For an unknown layout, no layout or no architecture at all, a number that is no major
+        number, a name that is empty or taken, and for "float32" scales where the backend reads
+        nothing but exponents.
     TypeError
-        For a name that is no text, and for what is no sequence of numbers or of names.
+        For a name that is no text, a flag that is no bool, and for what is no sequence of integers
+        or of names.
 
     Examples
     --------
@@ -200,24 +227,31 @@ def register_backend(
     operation = "register_backend"
     if not isinstance(name, str):
         reject_type(operation, "name", "be a text", type(name).__name__)
-    names = tuple(
-        canonical_name(operation, layout, "layouts")
-        for layout in _entries(operation, "layouts", layouts, "names of layouts")
-    )
-    if not names or "auto" in names:
-        reject_value(operation, "layouts", "name at least one layout, and no auto", names)
+    if not name.strip():
+        reject_value(operation, "name", "be a text that is not empty", repr(name))
     chosen = None if scale_format is None else check_scale_format(operation, scale_format)
     rule = BackendRule(
         name,
         _majors(operation, "architectures", architectures),
-        names,
-        bool(fp8_query),
-        bool(cache_needs_fp8_view),
+        _layout_names(operation, layouts),
+        _flag(operation, "fp8_query", fp8_query),
+        _flag(operation, "cache_needs_fp8_view", cache_needs_fp8_view),
         chosen,
         _majors(operation, "exponent_only", exponent_only),
     )
+    if not rule.architectures:
+        reject_value(operation, "architectures", "hold at least one major number", "none")
+    if chosen == "float32" and rule.reads_exponent_alone(None):
+        reject_value(
+            operation,
+            "scale_format",
+            'be "ue8m0" for a backend that reads the exponent of a scale alone on all its '
+            "architectures",
+            repr(chosen),
+        )
+    replaces = _flag(operation, "replace", replace)
     with _lock:
-        if name in _rules and not replace:
+        if name in _rules and not replaces:
             reject_value(operation, "name", "be new, or replace be true", repr(name))
         _rules[name] = rule
     return rule
@@ -225,16 +259,50 @@ def register_backend(
 
 def _entries(operation: str, argument: str, values: Any, what: str) -> tuple[Any, ...]:
     """Return what is in a sequence; a text is none."""
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        shown = repr(values) if isinstance(values, str) else type(values).__name__
-        reject_type(operation, argument, f"be a sequence of {what}", shown)
-    return tuple(values)
+    expected = f"be a sequence of {what}"
+    if isinstance(values, (str, bytes)):
+        reject_type(operation, argument, expected, f"{type(values).__name__} {values!r}")
+    # Tried rather than asked: an array without axes has __iter__, and no entries.
+    with contextlib.suppress(TypeError):
+        return tuple(values)
+    reject_type(operation, argument, expected, type(values).__name__)
 
 
 def _majors(operation: str, argument: str, values: Any) -> tuple[int, ...]:
     """Return major numbers of compute capabilities."""
-    given = _entries(operation, argument, values, "numbers")
-    return tuple(check_integer(operation, argument, value, 1) for value in given)
+    what = "integers (9 for SM90)"
+    given = _entries(operation, argument, values, what)
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            got = f"a sequence with {type(value).__name__}"
+            reject_type(operation, argument, f"be a sequence of {what}", got)
+        if not 1 <= int(value) <= _LAST_MAJOR:
+            expected = f"hold major numbers (9 for SM90), from 1 to {_LAST_MAJOR}"
+            reject_value(operation, argument, expected, int(value))
+    return tuple(int(value) for value in given)
+
+
+def _layout_names(operation: str, layouts: Any) -> tuple[str, ...]:
+    """Return the layouts' own names; only caches of attention are taken."""
+    given = _entries(operation, "layouts", layouts, "names of layouts")
+    if not given:
+        reject_value(operation, "layouts", "hold at least one name of a layout", "none")
+    known = ("fp8", *LAYOUT_NAMES)
+    for layout in given:
+        if not isinstance(layout, str):
+            got = f"a sequence with {type(layout).__name__}"
+            reject_type(operation, "layouts", "be a sequence of names of layouts", got)
+        if layout not in known:
+            expected = f"hold names out of {', '.join(known)}"
+            reject_value(operation, "layouts", expected, repr(layout))
+    return tuple(canonical_name(operation, layout, "layouts") for layout in given)
+
+
+def _flag(operation: str, argument: str, value: object) -> bool:
+    """Return a bool of Python or NumPy as Python's."""
+    if not isinstance(value, (bool, np.bool_)):
+        reject_type(operation, argument, "be a bool", type(value).__name__)
+    return bool(value)
 
 
 def unregister_backend(name: str) -> None:
@@ -325,8 +393,9 @@ def select_cache_policy(
                 repr(wish),
             )
     else:
-        layout = get_layout(name, scale_format=wish or rule.scale_format or "float32")
-    if layout.scale_format == "float32" and architecture in rule.exponent_only:
+        exact: ScaleFormat = "ue8m0" if rule.exponent_only else "float32"
+        layout = get_layout(name, scale_format=wish or rule.scale_format or exact)
+    if layout.scale_format == "float32" and rule.reads_exponent_alone(architecture):
         reject_value(
             operation,
             "scale_format",
@@ -341,14 +410,16 @@ def _architecture(operation: str, capability: object) -> tuple[int | None, str]:
     """Return the major number, and the device as text."""
     if capability is None:
         return None, "any device"
+    expected = "be a number as 90 or a pair as (9, 0)"
+    shown = repr(capability) if isinstance(capability, str) else capability
     parts = capability if isinstance(capability, tuple) else (capability,)
     if len(parts) not in (1, 2) or any(
         isinstance(part, bool) or not isinstance(part, (int, np.integer)) for part in parts
     ):
-        reject_type(operation, "capability", "be a number as 90 or a pair as (9, 0)", capability)
+        reject_type(operation, "capability", expected, shown)
     major, minor = divmod(int(parts[0]), 10) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
-    if major < 1 or not 0 <= minor <= 9:
-        reject_value(operation, "capability", "be a number as 90 or a pair as (9, 0)", capability)
+    if not 1 <= major <= _LAST_MAJOR or not 0 <= minor <= 9:
+        reject_value(operation, "capability", expected, shown)
     return major, f"SM{major}{minor}"
 
 

@@ -58,6 +58,15 @@ def test_block_scaled_rows_go_with_the_pair(backend, capability):
     assert chosen.mqa_query(nope, rope) == (nope, rope)
 
 
+@pytest.mark.parametrize(("backend", "capability"), [
+    (None, 120), (None, (12, 1)), ("flashinfer_sparse_sm120", None),
+])  # fmt: skip
+def test_block_scaled_rows_on_sm120_go_with_the_pair(backend, capability):
+    chosen = select_cache_policy("fp8_ds_mla", backend, capability=capability)
+    layout = get_layout("fp8_ds_mla", scale_format="ue8m0")
+    assert chosen == CachePolicy("flashinfer_sparse_sm120", layout, False, False)
+
+
 @pytest.mark.parametrize("capability", [None, 90])
 def test_exact_scales_where_the_reader_multiplies_them(capability):
     chosen = select_cache_policy("fp8_ds_mla", capability=capability, scale_format="float32")
@@ -97,15 +106,17 @@ def test_the_policy_says_what_fused_q_has_to_make(cache, capability):
 # --- what is refused, and what to choose ----------------------------------------------------------
 
 SM90 = '"fp8_ds_mla" with backend "flashmla_sparse" on SM90'
+SM120 = '"fp8_ds_mla" with backend "flashinfer_sparse_sm120"'
 EITHER = (
     '"fp8_e4m3" with backend "flashinfer_sparse" or "fp8_ds_mla" with backend "flashmla_sparse"'
 )
+ANY = f"{EITHER} or {SM120}"
 REFUSED = [
     (("fp8",), {"capability": 90}, "kv_cache_dtype", [SM90, "got 'fp8'", "FlashAttention 3"]),
     (("fp8",), {"capability": (9, 0)}, "kv_cache_dtype", [SM90]),
     (("fp8_e5m2",), {"capability": 90}, "kv_cache_dtype", [SM90, "got 'fp8_e5m2'"]),
-    (("fp8_e5m2",), {}, "kv_cache_dtype", [EITHER, "none of the registered backends reads"]),
-    (("auto",), {}, "kv_cache_dtype", [EITHER, "got 'auto'", "unquantised"]),
+    (("fp8_e5m2",), {}, "kv_cache_dtype", [ANY, "none of the registered backends reads"]),
+    (("auto",), {}, "kv_cache_dtype", [ANY, "got 'auto'", "unquantised"]),
     (("bfloat16",), {"capability": 90}, "kv_cache_dtype", [SM90, "unquantised"]),
     (("bfloat16", "flashmla_sparse"), {}, "kv_cache_dtype",
      ['be "fp8_ds_mla" with backend "flashmla_sparse"', "unquantised"]),
@@ -115,19 +126,28 @@ REFUSED = [
     (("fp8_ds_mla", "flashinfer_sparse"), {}, "kv_cache_dtype", ['"fp8_e4m3"', "'fp8_ds_mla'"]),
     (("fp8", "flashinfer_sparse"), {"capability": 90}, "backend", ["SM90", '"flashmla_sparse"']),
     (("fp8_ds_mla", "flashmla"), {}, "backend", ["flashinfer_sparse, flashmla_sparse"]),
-    (("fp8_ds_mla",), {"capability": (12, 0)}, "capability",
-     ["SM120", '9.x: "fp8_ds_mla" with backend "flashmla_sparse"; 10.x: ' + EITHER]),
+    (("fp8_ds_mla",), {"capability": (8, 0)}, "capability",
+     ["SM80", '9.x: "fp8_ds_mla" with backend "flashmla_sparse"; 10.x: ' + EITHER + "; 12.x: "
+      + SM120]),
+    (("fp8",), {"capability": 120}, "kv_cache_dtype", [SM120 + " on SM120", "got 'fp8'"]),
+    (("fp8", "flashinfer_sparse"), {"capability": 120}, "backend", ["SM120", SM120]),
     (("fp8_ds_mla", "flashmla_sparse"), {"capability": 80}, "backend", ["SM80"]),
     (("fp8_ds_mla",), {"capability": 0}, "capability", ["(9, 0)"]),
     (("fp8_ds_mla",), {"capability": (9, 10)}, "capability", ["(9, 10)"]),
+    (("fp8_ds_mla",), {"capability": (90, 0)}, "capability", ["got (90, 0)"]),
+    (("fp8_ds_mla",), {"capability": 10**100}, "capability", ["an integer of 333 bits"]),
     (("fp8_ds_mla",), {"scale_format": "exact"}, "scale_format", ["ue8m0", "'exact'"]),
     (("fp8_ds_mla",), {"scale_format": "float32", "capability": 100}, "scale_format",
      ['"ue8m0"', "exponent"]),
+    (("fp8_ds_mla",), {"scale_format": "float32", "capability": 120}, "scale_format",
+     ['"ue8m0"', "exponent"]),
+    (("fp8_ds_mla", "flashinfer_sparse_sm120"), {"scale_format": "float32"}, "scale_format",
+     ['"ue8m0"', "any device", "exponent"]),
     ((get_layout("fp8_ds_mla"),), {"scale_format": "ue8m0"}, "scale_format", ["float32"]),
     ((get_layout("fp8_ds_mla"),), {"capability": 100}, "scale_format", ["ue8m0"]),
     ((get_layout("bfloat16"),), {}, "kv_cache_dtype", ["'bfloat16'", "unquantised"]),
     (("fp4",), {}, "kv_cache_dtype", ["fp8_ds_mla", "'fp4'"]),
-    (("indexer_fp8",), {}, "kv_cache_dtype", [EITHER]),
+    (("indexer_fp8",), {}, "kv_cache_dtype", [ANY]),
 ]  # fmt: skip
 
 
@@ -148,6 +168,12 @@ def test_a_backend_is_a_name(backend):
 @pytest.mark.parametrize("capability", ["90", 9.0, True, (9, 0, 0), (9.0, 0), ()])
 def test_what_is_no_capability(capability):
     with rejected(TypeError, OPERATION, "capability", "(9, 0)"):
+        select_cache_policy("fp8", capability=capability)
+
+
+@pytest.mark.parametrize("capability", ["90", "sm90", ("9", "0")])
+def test_a_capability_that_is_text_is_shown_as_text(capability):
+    with rejected(TypeError, OPERATION, "capability", f"got {capability!r}"):
         select_cache_policy("fp8", capability=capability)
 
 
@@ -189,6 +215,76 @@ def test_an_entry_is_replaced_only_on_purpose(table):
     assert select_cache_policy("fp8_ds_mla", capability=120).scale_format == "float32"
     with pytest.raises(ValueError, match="SM90"):
         select_cache_policy("fp8_ds_mla", capability=90)
+
+
+def test_powers_of_two_are_the_default_where_exponents_are_read(table):
+    entry = {"layouts": ["fp8_ds_mla"], "fp8_query": False, "exponent_only": [10]}
+    register_backend("mixed", architectures=[9, 10], **entry)
+    for capability in (None, 90, 100):
+        chosen = select_cache_policy("fp8_ds_mla", "mixed", capability=capability)
+        assert chosen.scale_format == "ue8m0"
+    register_backend("mixed", architectures=[9, 10], **entry, scale_format="float32", replace=True)
+    assert select_cache_policy("fp8_ds_mla", "mixed", capability=90).scale_format == "float32"
+
+
+def test_flags_and_numbers_of_numpy_are_taken(table):
+    rule = register_backend(
+        "numpy",
+        architectures=np.array([9, 50]),
+        layouts=np.array(["fp8"]),
+        fp8_query=np.True_,
+        cache_needs_fp8_view=np.False_,
+    )
+    assert rule == policy.BackendRule("numpy", (9, 50), ("fp8_e4m3",), True)
+    assert {type(number) for number in rule.architectures} == {int}
+    assert type(rule.fp8_query) is type(rule.cache_needs_fp8_view) is bool
+
+
+KNOWN = "fp8, bfloat16, float16, float32, fp8_e4m3, fp8_e5m2, fp8_ds_mla, got"
+INTEGERS = "be a sequence of integers (9 for SM90), got "
+NAMES = "be a sequence of names of layouts, got "
+
+
+@pytest.mark.parametrize(
+    ("changes", "exception", "argument", "text"),
+    [
+        ({"layouts": []}, ValueError, "layouts", "hold at least one name"),
+        ({"layouts": ["auto"]}, ValueError, "layouts", f"hold names out of {KNOWN} 'auto'"),
+        ({"layouts": ["fp4"]}, ValueError, "layouts", f"hold names out of {KNOWN} 'fp4'"),
+        ({"layouts": ["indexer_fp8"]}, ValueError, "layouts", f"{KNOWN} 'indexer_fp8'"),
+        ({"layouts": [get_layout("fp8")]}, TypeError, "layouts", f"{NAMES}a sequence with Cache"),
+        ({"layouts": get_layout("fp8")}, TypeError, "layouts", f"{NAMES}CacheLayout"),
+        ({"layouts": "fp8"}, TypeError, "layouts", f"{NAMES}str 'fp8'"),
+        ({"architectures": []}, ValueError, "architectures", "at least one major number"),
+        ({"architectures": [90]}, ValueError, "architectures", "major numbers (9 for SM90)"),
+        ({"architectures": [9, 51]}, ValueError, "architectures", "from 1 to 50, got 51"),
+        ({"architectures": [10**100]}, ValueError, "architectures", "an integer of 333 bits"),
+        ({"architectures": 9}, TypeError, "architectures", f"{INTEGERS}int"),
+        ({"architectures": np.array(9)}, TypeError, "architectures", f"{INTEGERS}ndarray"),
+        ({"architectures": "9"}, TypeError, "architectures", f"{INTEGERS}str '9'"),
+        ({"architectures": b"9"}, TypeError, "architectures", f"{INTEGERS}bytes b'9'"),
+        ({"architectures": ["9"]}, TypeError, "architectures", f"{INTEGERS}a sequence with str"),
+        ({"architectures": [True]}, TypeError, "architectures", f"{INTEGERS}a sequence with bool"),
+        ({"exponent_only": [100]}, ValueError, "exponent_only", "9 for SM90"),
+        ({"exponent_only": 9}, TypeError, "exponent_only", f"{INTEGERS}int"),
+        ({"name": ""}, ValueError, "name", "not empty, got ''"),
+        ({"name": " "}, ValueError, "name", "not empty, got ' '"),
+        ({"fp8_query": "no"}, TypeError, "fp8_query", "be a bool, got str"),
+        ({"fp8_query": 1}, TypeError, "fp8_query", "be a bool, got int"),
+        ({"fp8_query": None}, TypeError, "fp8_query", "be a bool, got NoneType"),
+        ({"cache_needs_fp8_view": 0}, TypeError, "cache_needs_fp8_view", "be a bool, got int"),
+        ({"replace": "no"}, TypeError, "replace", "be a bool, got str"),
+        ({"scale_format": "float32", "exponent_only": [9]}, ValueError, "scale_format",
+         '"ue8m0" for a backend that reads the exponent of a scale alone'),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_refused_entry_says_what_is_taken(table, changes, exception, argument, text):
+    before = policy.registered_backends()
+    entry = {"name": "new", "architectures": [9], "layouts": ["fp8"], "fp8_query": True}
+    with rejected(exception, "register_backend", argument, text):
+        register_backend(**{**entry, **changes})
+    assert policy.registered_backends() == before
 
 
 @pytest.mark.parametrize(
