@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple, Protocol
 
 from . import _validate, backends, dtypes
 from ._arrays import CPU, ArrayRef, DeviceId
 from .errors import reject_type, reject_value
-from .layouts import CacheLayout, build_layout, canonical_name, check_sizes
+from .layouts import check_sizes
 
 _OPERATION = "from_layers"
 
@@ -29,6 +27,14 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 }
 
 _MISSING = object()
+
+
+class _Found(NamedTuple):
+    """Something of a layer, and where it was found: the start of messages about it."""
+
+    layer: str
+    path: str
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,9 @@ class Layers:
     scales: list[Any]
     kv_lora_rank: int
     rope_dim: int
-    norm_weights: list[ArrayRef] | None
+    norm_weights: list[_Found] | None
     eps: float
-    tables: list[Any]
+    tables: list[_Found]
     is_neox: bool
 
     def context(self, backend: _Stacks, device: DeviceId) -> LayerContext:
@@ -81,13 +87,15 @@ class Layers:
         Tables of several layers have to hold the same; those that are not one array are compared,
         which waits for the device. Weights are where the caches are (`device`), or on the host.
         """
-        for layer, ref in enumerate(self.norm_weights or ()):
-            if ref.device not in (None, CPU):
-                argument = f"layers[{layer}].norm_weight"
-                _validate.same_device(_OPERATION, argument, ref, device, "the caches")
-        _check_tables(self.tables)
-        weight = None if self.norm_weights is None else backend.stack(self.norm_weights)
-        table = self.tables[0] if self.tables else None
+        weight, table = None, None
+        if self.norm_weights is not None:
+            for layer, path, ref in self.norm_weights:
+                if ref.device != CPU:
+                    _validate.same_device(layer, path, ref, device, "the caches")
+            weight = backend.stack([found.value for found in self.norm_weights])
+        if self.tables:
+            _check_tables(self.tables, self.rope_dim, device)
+            table = self.tables[0].value
         return LayerContext(weight, self.eps, table, self.is_neox)
 
 
@@ -117,40 +125,32 @@ def read(layers: object, attributes: object) -> Layers:
             reject_type(_OPERATION, f"attributes[{name!r}]", "be a dotted path", repr(path))
         paths[name] = (path,)
     rank, rope = _shared_sizes(found, paths)
-    names = [_get(layer, paths["kv_cache_dtype"], "auto") for layer in found]
+    caches, names, scales = _caches(found, paths, (rank, rope))
     weights, eps = _norms(found, paths, rank)
     tables, is_neox = _rotary(found, paths) if rope else ([], False)
-    return Layers(
-        [_cache(layer, number, paths) for number, layer in enumerate(found)],
-        names,
-        [
-            _scale(layer, number, paths, name, (rank, rope))
-            for number, (layer, name) in enumerate(zip(found, names, strict=True))
-        ],
-        rank,
-        rope,
-        weights,
-        eps,
-        tables,
-        is_neox,
-    )
+    return Layers(caches, names, scales, rank, rope, weights, eps, tables, is_neox)
 
 
-def _get(layer: Any, paths: Sequence[str], default: Any = _MISSING) -> Any:
+def _operation(number: int) -> str:
+    """Name the operation and the layer, for messages about one of the layer's attributes."""
+    return f"{_OPERATION}: layers[{number}]"
+
+
+def _get(layer: Any, number: int, paths: Sequence[str]) -> _Found | None:
     """Return the first attribute that the layer or its ``self_attn`` has."""
-    for root in (layer, getattr(layer, "self_attn", None)):
+    for prefix in ("", "self_attn."):
         for path in paths:
-            value = root
-            for name in path.split("."):
+            value = layer
+            for name in (prefix + path).split("."):
                 value = getattr(value, name, _MISSING)
             if value is not _MISSING:
-                return value
-    return default
+                return _Found(_operation(number), prefix + path, value)
+    return None
 
 
-def _need(layer: Any, number: int, paths: Mapping[str, Sequence[str]], name: str) -> Any:
-    value = _get(layer, paths[name])
-    if value is _MISSING:
+def _need(layer: Any, number: int, paths: Mapping[str, Sequence[str]], name: str) -> _Found:
+    found = _get(layer, number, paths[name])
+    if found is None:
         places = " or ".join(paths[name])
         reject_type(
             _OPERATION,
@@ -158,21 +158,49 @@ def _need(layer: Any, number: int, paths: Mapping[str, Sequence[str]], name: str
             f"have the attribute {places} (see the argument attributes)",
             f"{type(layer).__name__} without it",
         )
-    return value
+    return found
 
 
-def _cache(layer: Any, number: int, paths: Mapping[str, Sequence[str]]) -> Any:
-    value = _need(layer, number, paths, "kv_cache")
-    # Some engines keep a list with the one cache of each pipeline stage.
-    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+def _caches(
+    layers: Sequence[Any], paths: Mapping[str, Sequence[str]], sizes: tuple[int, int]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return caches, dtypes and scales; the scale is None where a layout has none of its own.
+
+    The writer checks them too, but only here is it known where each was found.
+    """
+    caches, names, refs, plans = [], [], [], []
+    for number, layer in enumerate(layers):
+        found = _need(layer, number, paths, "kv_cache")
+        if isinstance(found.value, (list, tuple)) and len(found.value) == 1:
+            # Some engines keep a list with the one cache of each pipeline stage.
+            found = found._replace(value=found.value[0])
+        name = _get(layer, number, paths["kv_cache_dtype"])
+        name = name or _Found(found.layer, "kv_cache_dtype", "auto")
+        ref, plan = _validate.cache(*found, name.value, sizes, "float32", name_argument=name.path)
+        caches.append(found)
+        names.append(name.value)
+        refs.append(ref)
+        plans.append(plan)
+    device = next((ref.device for ref in refs if ref.device is not None), CPU)
+    scales: list[Any] = []
+    for number, (layer, found) in enumerate(zip(layers, caches, strict=True)):
+        _validate.same_device(found.layer, found.path, refs[number], device, "the other layers")
+        scale = None
+        if plans[number].layout.needs_scale:
+            given = _need(layer, number, paths, "k_scale")
+            _validate.layer_scale(*given, device, owner="the caches", live=True)
+            scale = given.value
+        scales.append(scale)
+    _validate.distinct_caches(_OPERATION, "layers", refs)
+    return [found.value for found in caches], names, scales
 
 
 def _shared_sizes(layers: Sequence[Any], paths: Mapping[str, Sequence[str]]) -> tuple[int, int]:
     sizes = [
         check_sizes(
-            f"{_OPERATION}: layer {number}",
-            _need(layer, number, paths, "kv_lora_rank"),
-            _need(layer, number, paths, "rope_dim"),
+            _operation(number),
+            _need(layer, number, paths, "kv_lora_rank").value,
+            _need(layer, number, paths, "rope_dim").value,
         )
         for number, layer in enumerate(layers)
     ]
@@ -190,88 +218,64 @@ def _reject_different(number: int, name: str, first: object, own: object) -> Non
     reject_value(_OPERATION, f"layers[{number}]", f"have the {name} of layer 0 ({first})", own)
 
 
-def _scale(
-    layer: Any,
-    number: int,
-    paths: Mapping[str, Sequence[str]],
-    cache_dtype: Any,
-    sizes: tuple[int, int],
-) -> Any:
-    """Return the layer's scale, None where its layout has none of its own."""
-    layout = cache_dtype
-    if not isinstance(layout, CacheLayout):
-        name = canonical_name(f"{_OPERATION}: layer {number}", layout)
-        if name == "auto":
-            return None
-        layout = build_layout(f"{_OPERATION}: layer {number}", name, *sizes, "float32")
-    return _need(layer, number, paths, "k_scale") if layout.needs_scale else None
-
-
 def _norms(
     layers: Sequence[Any], paths: Mapping[str, Sequence[str]], rank: int
-) -> tuple[list[ArrayRef] | None, float]:
+) -> tuple[list[_Found] | None, float]:
     """Return the norms' weights and their one eps; None where no layer has a norm."""
-    if all(_get(layer, paths["norm_weight"]) is _MISSING for layer in layers):
+    if not any(_get(layer, number, paths["norm_weight"]) for number, layer in enumerate(layers)):
         return None, 0.0
-    weights: list[ArrayRef] = []
+    weights: list[_Found] = []
+    given: list[Any] = []
     numbers: list[float] = []
     for number, layer in enumerate(layers):
-        where = f"layers[{number}]"
-        ref = _validate.array(_OPERATION, where, _need(layer, number, paths, "norm_weight"))
+        where, path, weight = _need(layer, number, paths, "norm_weight")
+        ref = _validate.array(where, path, weight)
         if ref.shape != (rank,):
-            reject_value(
-                _OPERATION, where, f"have a norm weight of shape [{rank}]", list(ref.shape)
-            )
+            reject_value(where, path, f"have shape [{rank}]", list(ref.shape))
         if ref.dtype not in dtypes.INPUT_DTYPES:
             names = " or ".join(dtype.name for dtype in dtypes.INPUT_DTYPES)
-            reject_type(_OPERATION, where, f"have a norm weight of {names}", ref.dtype.name)
-        if weights and ref.dtype != weights[0].dtype:
-            first = weights[0].dtype.name
-            reject_type(_OPERATION, where, f"have a norm weight of {first} as layer 0", ref.dtype)
-        given = _need(layer, number, paths, "norm_eps")
-        eps = _validate.number(_OPERATION, f"eps of {where}", given, least=0)
-        if numbers and eps != numbers[0]:
-            _reject_different(number, "eps", _get(layers[0], paths["norm_eps"]), given)
-        weights.append(ref)
-        numbers.append(eps)
+            reject_type(where, path, f"be {names}", ref.dtype.name)
+        if weights and ref.dtype != weights[0].value.dtype:
+            first = weights[0].value.dtype.name
+            reject_type(where, path, f"be {first} as that of layer 0", ref.dtype)
+        weights.append(_Found(where, path, ref))
+        where, path, eps = _need(layer, number, paths, "norm_eps")
+        given.append(eps)
+        numbers.append(_validate.number(where, path, eps, least=0))
+        if numbers[number] != numbers[0]:
+            _reject_different(number, "eps", given[0], eps)
     return weights, numbers[0]
 
 
-def _rotary(layers: Sequence[Any], paths: Mapping[str, Sequence[str]]) -> tuple[list[Any], bool]:
-    """Return the RoPE table of each layer, as it is, and the style of all."""
+def _rotary(layers: Sequence[Any], paths: Mapping[str, Sequence[str]]) -> tuple[list[_Found], bool]:
+    """Return the RoPE table of each layer, unless none has one, and the style of all."""
+    found = [_get(layer, number, paths["cos_sin_cache"]) for number, layer in enumerate(layers)]
+    tables = [None if table is None or table.value is None else table for table in found]
     styles: list[bool] = []
     for number, layer in enumerate(layers):
-        style = _get(layer, paths["is_neox"], False)
-        if not isinstance(style, (bool, np.bool_, int)):
-            got = type(style).__name__
-            reject_type(_OPERATION, f"layers[{number}]", "have a boolean is_neox", got)
-        styles.append(bool(style))
-        if styles[number] != styles[0]:
-            _reject_different(number, "is_neox", styles[0], styles[number])
-    return [_get(layer, paths["cos_sin_cache"], None) for layer in layers], styles[0]
-
-
-def _check_tables(tables: Sequence[Any]) -> None:
-    """Refuse layers whose RoPE table is another one than that of the first layer."""
-    first: ArrayRef | None = None
-    host: bytes | None = None
-    for number, table in enumerate(tables):
-        where = f"layers[{number}]"
-        if (table is None) is not (tables[0] is None):
-            texts = ["none" if each is None else "a table" for each in (tables[0], table)]
+        # First: where all of the rotary part is missing, so is the style.
+        if (tables[number] is None) is not (tables[0] is None):
+            texts = [
+                "none" if table is None else "a table" for table in (tables[0], tables[number])
+            ]
             _reject_different(number, "cos_sin_cache", *texts)
-        if table is None or (number and table is tables[0]):
+        style = _get(layer, number, paths["is_neox"])
+        styles.append(style is not None and _validate.flag(*style))
+        if styles[number] != styles[0]:
+            own = "none" if style is None else styles[number]
+            _reject_different(number, "is_neox", styles[0], own)
+    return [table for table in tables if table is not None], styles[0]
+
+
+def _check_tables(tables: Sequence[_Found], rope_dim: int, device: DeviceId) -> None:
+    """Refuse a RoPE table that does not fit, or is another one than that of the first layer."""
+    first = _validate.table(*tables[0], rope_dim, (device, "the caches"))
+    host: bytes | None = None
+    for number, (where, path, table) in enumerate(tables):
+        if table is tables[0].value:
             continue
-        ref = _validate.array(_OPERATION, f"{where}'s cos_sin_cache", table)
-        if first is None:
-            first = ref
-            continue
-        if (ref.ptr, ref.shape, ref.strides, ref.dtype) == (
-            first.ptr,
-            first.shape,
-            first.strides,
-            first.dtype,
-        ):
+        ref = _validate.array(where, path, table)
+        if ref.looks() == first.looks():
             continue
         looks = [f"{each.dtype.name} {list(each.shape)}" for each in (first, ref)]
         if looks[0] != looks[1]:

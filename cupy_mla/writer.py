@@ -29,9 +29,10 @@ class GroupedCacheWriter:
     ----------
     kv_caches : list or tuple of L arrays
         ``[num_blocks, block_size, width]`` each, with its own number of blocks, block size and
-        strides, all on one device; no two share memory. Their memory is held: give a tensor whose
-        storage was replaced (``.data =``, a reload of weights) again by `rebind`, a scale by
-        `update_scales`.
+        strides, all on one device; no two overlap. One and the same cache may serve several
+        layers: then slots keep their rows apart, and of two rows for one slot either may stay.
+        Their memory is held: give a tensor whose storage was replaced (``.data =``, a reload of
+        weights) again by `rebind`, a scale by `update_scales`.
     kv_cache_dtype : str, CacheLayout, or a sequence of L of them
         See `get_layout`; ``auto`` is the dtype of each cache.
     kv_scales : None, sequence of L, or float32 array [L]
@@ -133,9 +134,10 @@ class GroupedCacheWriter:
         layers : iterable of L objects
             All of one kv_lora_rank, rope_dim, eps, RoPE table and style.
         attributes : mapping of str to str, optional
-            Where else a layer has something, as dotted paths: ``{"kv_cache": "mla.cache"}``. Keys
-            are ``kv_cache``, ``kv_cache_dtype``, ``k_scale``, ``kv_lora_rank``, ``rope_dim``,
-            ``norm_weight``, ``norm_eps``, ``cos_sin_cache`` and ``is_neox``.
+            Dotted paths that replace those above, which are then not looked at; each starts at
+            the layer or its ``self_attn``: ``{"kv_cache": "mla.cache"}``. Keys are ``kv_cache``,
+            ``kv_cache_dtype``, ``k_scale``, ``kv_lora_rank``, ``rope_dim``, ``norm_weight``,
+            ``norm_eps``, ``cos_sin_cache`` and ``is_neox``.
         scale_format : {"float32", "ue8m0"}
             How ``fp8_ds_mla`` rounds its tiles' scales; a `CacheLayout` has its own.
         collect_stats : bool
@@ -150,8 +152,8 @@ class GroupedCacheWriter:
         Raises
         ------
         ValueError, TypeError
-            For a layer that lacks something or does not go with the first one; the message names
-            the layer.
+            For a layer that lacks something, has what does not fit or does not go with the first
+            one; the message names the layer.
 
         Examples
         --------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from cupy_mla.errors import check_integer as integer
 
 from .caches import cache, distinct_caches
-from .checks import array, check_outputs, host_stream, same_device
+from .checks import array, check_outputs, flag, host_stream, same_device
 from .context import context
 from .convert import convert
 from .gather import gather, gather_indexer
@@ -18,10 +18,10 @@ from .grouped import grouped
 from .indexer import indexer_insert
 from .insert import insert_inputs, row_sizes, storable
 from .norm_rope import LayerArguments, StepArguments, norm_rope_layer, norm_rope_step
-from .operands import number
+from .operands import number, table
 from .query import QueryArguments, fused_q
 from .read import read_slots
-from .scales import call_scale, writer_scales
+from .scales import call_scale, layer_scale, writer_scales
 
 __all__ = [
     "LayerArguments",
@@ -34,6 +34,7 @@ __all__ = [
     "context",
     "convert",
     "distinct_caches",
+    "flag",
     "fused_q",
     "gather",
     "gather_indexer",
@@ -42,6 +43,7 @@ __all__ = [
     "indexer_insert",
     "insert_inputs",
     "integer",
+    "layer_scale",
     "norm_rope_layer",
     "norm_rope_step",
     "number",
@@ -49,5 +51,6 @@ __all__ = [
     "row_sizes",
     "same_device",
     "storable",
+    "table",
     "writer_scales",
 ]

@@ -44,6 +44,7 @@ def cache(
     planar: bool = False,
     aligned: bool = True,
     name_argument: str = "kv_cache_dtype",
+    sizes_text: str | None = None,
 ) -> tuple[ArrayRef, CachePlan]:
     """Validate one cache array and find its layout.
 
@@ -66,6 +67,8 @@ def cache(
         they need not.
     name_argument : str
         Name of `kv_cache_dtype`, for messages.
+    sizes_text : str or None
+        What the sizes are those of, for messages about the width; None for arguments of their own.
     """
     ref = array(operation, argument, obj)
     if ref.ndim not in (3, 4) or (ref.ndim == 4 and ref.shape[2] != 1):
@@ -85,8 +88,9 @@ def cache(
         reject_value(
             operation,
             argument,
-            f"have {layout.width} elements in its last axis for {layout.name} rows "
-            f"(kv_lora_rank {layout.kv_lora_rank}, rope_dim {layout.rope_dim})",
+            f"have {layout.width} elements in its last axis for {layout.name} rows ("
+            + (sizes_text or f"kv_lora_rank {layout.kv_lora_rank}, rope_dim {layout.rope_dim}")
+            + ")",
             _width_text(ref, layout),
         )
     if rows < 1:

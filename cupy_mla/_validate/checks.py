@@ -13,21 +13,37 @@ from cupy_mla.dtypes import DType
 from cupy_mla.errors import reject_type, reject_value
 
 
-def array(operation: str, argument: str, obj: Any) -> ArrayRef:
-    """Return `obj` as an array, or raise a TypeError that names what it is instead."""
+def array(operation: str, argument: str, obj: Any, expected: str = "an array") -> ArrayRef:
+    """Return `obj` as an array, or raise a TypeError that names what it is instead.
+
+    Parameters
+    ----------
+    operation, argument : str
+        For messages.
+    obj : array
+    expected : str
+        What the argument may be, for messages; ends with an array.
+    """
     try:
         ref = describe(obj)
     except UnusableArray as unusable:
-        expected, got = unusable.args
-        reject_type(operation, argument, expected, got)
+        usable, got = unusable.args
+        reject_type(operation, argument, usable, got)
     if ref is None:
         reject_type(
             operation,
             argument,
-            "be an array (numpy, cupy, torch, jax or anything with DLPack)",
+            f"be {expected} (numpy, cupy, torch, jax or anything with DLPack)",
             type(obj).__name__,
         )
     return ref
+
+
+def flag(operation: str, argument: str, value: object) -> bool:
+    """Return a flag as a bool; a text such as "no" is none, nor is an array."""
+    if not isinstance(value, (bool, np.bool_)):
+        reject_type(operation, argument, "be a boolean", type(value).__name__)
+    return bool(value)
 
 
 def shape_text(shape: Sequence[object]) -> str:

@@ -9,7 +9,7 @@ from cupy_mla._arrays import ArrayRef, DeviceId
 from cupy_mla._plan_fused import ContextInputs, ContextPlan, Operand
 from cupy_mla.errors import reject_value
 
-from .checks import array, byte_range, check_disjoint, shape_text
+from .checks import array, byte_range, check_disjoint, flag, shape_text
 from .insert import slots_of
 from .operands import Place, described, indices, number, operand, rounding, table
 
@@ -23,7 +23,7 @@ def context(
     cos_sin_cache: Any,
     *,
     eps: Any,
-    is_neox: bool,
+    is_neox: Any,
     rounding_rule: str,
     num_layers: int,
     sizes: tuple[int, int],
@@ -80,7 +80,7 @@ def context(
         weight=Operand.of(weight),
         table=described(rotary),
         eps=number(operation, "eps", eps, least=0.0),
-        is_neox=bool(is_neox),
+        is_neox=flag(operation, "is_neox", is_neox),
         rounding=rounding(operation, rounding_rule),
     )
     inputs = ContextInputs(kv=source, positions=where, slots=slots, weight=weight, table=rotary)

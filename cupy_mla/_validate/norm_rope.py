@@ -16,10 +16,10 @@ from cupy_mla._plan_fused import (
     Operand,
 )
 from cupy_mla.errors import reject_value
-from cupy_mla.layouts import INDEXER_LAYOUT, CacheLayout
+from cupy_mla.layouts import FIXED_SIZES, INDEXER_LAYOUT, CacheLayout
 
 from .caches import cache
-from .checks import array, check_outputs, same_device, shape_text
+from .checks import array, check_outputs, flag, same_device, shape_text
 from .insert import storable
 from .operands import (
     Place,
@@ -54,8 +54,8 @@ class LayerArguments:
     mla_kv_cache: Any
     mla_kv_cache_dtype: str | CacheLayout
     mla_k_scale: Any
-    has_indexer: bool
-    index_rope_interleave: bool
+    has_indexer: Any
+    index_rope_interleave: Any
     scale_format: str
     rounding: str
 
@@ -90,6 +90,8 @@ def norm_rope_layer(
     live : bool
         Whether the MLA cache's scale is kept as a writer keeps it, or read by one call.
     """
+    has_indexer = flag(operation, "has_indexer", given.has_indexer)
+    interleave = flag(operation, "index_rope_interleave", given.index_rope_interleave)
     q_weight = array(operation, "q_rms_norm_w", given.q_rms_norm_w)
     place = (q_weight.device or CPU, _OWNER)
     q_weight = operand(operation, "q_rms_norm_w", q_weight, ("Q",), place)
@@ -117,10 +119,10 @@ def norm_rope_layer(
         index_weight=described(weight),
         index_bias=described(bias),
         index_table=described(index_table),
-        index_is_neox=not given.index_rope_interleave,
+        index_is_neox=not interleave,
         mla_cache=mla_plan,
         indexer_cache=indexer_plan,
-        has_indexer=bool(given.has_indexer),
+        has_indexer=has_indexer,
         rounding=rounding(operation, given.rounding),
     )
     layer = NormRopeLayer(
@@ -144,6 +146,9 @@ def _mla_cache(
     if given.mla_kv_cache is None:
         return None, None, None
     argument = "mla_kv_cache"
+    _check_rotary_width(operation, given.mla_kv_cache_dtype, sizes)
+    rank, rope = sizes
+    table_text = f"has rows of {rope}" if rope else "is None"
     ref, plan = cache(
         operation,
         argument,
@@ -152,6 +157,7 @@ def _mla_cache(
         sizes,
         given.scale_format,
         name_argument="mla_kv_cache_dtype",
+        sizes_text=f"kv_rms_norm_w has {rank}, k_rope_cos_sin_cache {table_text}",
     )
     same_device(operation, argument, ref, *place)
     if not plan.layout.needs_scale:
@@ -162,6 +168,23 @@ def _mla_cache(
         operation, "mla_k_scale", given.mla_k_scale, place[0], owner=argument, live=live
     )
     return ref, plan, scale
+
+
+def _check_rotary_width(operation: str, kv_cache_dtype: object, sizes: tuple[int, int]) -> None:
+    """Refuse a table of another width than the rotary part of a layout that says its own."""
+    own = None
+    if isinstance(kv_cache_dtype, CacheLayout):
+        own = (kv_cache_dtype.kv_lora_rank, kv_cache_dtype.rope_dim)
+    elif isinstance(kv_cache_dtype, str):
+        own = FIXED_SIZES.get(kv_cache_dtype)
+    if own is not None and own[0] == sizes[0] and own[1] != sizes[1]:
+        reject_value(
+            operation,
+            "k_rope_cos_sin_cache",
+            (f"have rows of {own[1]} elements" if own[1] else "be None")
+            + f" (the rope_dim of mla_kv_cache_dtype is {own[1]})",
+            f"rows of {sizes[1]}" if sizes[1] else None,
+        )
 
 
 def _indexer_cache(
@@ -332,10 +355,19 @@ def _rows(
 
     kv_c = rows("kv_c", given.kv_c, layer.kv_weight.width)
     k_pe, index_k = None, None
-    if layer.k_table is not None:
-        k_pe = rows("k_pe", given.k_pe, layer.k_table.width)
-    elif given.k_pe is not None:
-        rows("k_pe", given.k_pe, 0)
+    if layer.k_table is not None or given.k_pe is not None:
+        rope = 0 if layer.k_table is None else layer.k_table.width
+        ref = array(layer.operation, "k_pe", given.k_pe)
+        if ref.ndim == 2 and ref.shape[1] != rope:
+            reject_value(
+                layer.operation,
+                "k_pe",
+                f"have shape [T, {rope}] (k_rope_cos_sin_cache "
+                + (f"has rows of {rope})" if rope else "is None)"),
+                shape_text(ref.shape),
+            )
+        ref = rows("k_pe", ref, rope)
+        k_pe = ref if rope else None
     if layer.index_weight is not None:
         index_k = rows("index_k", given.index_k, layer.index_weight.width)
     return kv_c, k_pe, index_k

@@ -12,7 +12,7 @@ from cupy_mla._plan_fused import FusedQInputs, FusedQPlan, Operand
 from cupy_mla.dtypes import DType
 from cupy_mla.errors import reject_value
 
-from .checks import array, check_outputs, shape_text
+from .checks import array, check_outputs, flag, shape_text
 from .operands import (
     Place,
     described,
@@ -42,9 +42,9 @@ class QueryArguments:
     index_weights: Any
     index_weights_softmax_scale: Any
     index_weights_head_scale: Any
-    has_indexer: bool
-    index_rope_interleave: bool
-    quantize_mqa: bool
+    has_indexer: Any
+    index_rope_interleave: Any
+    quantize_mqa: Any
     index_q_out: Any
     index_weights_out: Any
     mqa_q_out: Any
@@ -52,6 +52,9 @@ class QueryArguments:
 
 def fused_q(operation: str, given: QueryArguments) -> tuple[FusedQPlan, FusedQInputs]:
     """Validate the arrays of `fused_q`."""
+    quantize_mqa = flag(operation, "quantize_mqa", given.quantize_mqa)
+    has_indexer = flag(operation, "has_indexer", given.has_indexer)
+    interleave = flag(operation, "index_rope_interleave", given.index_rope_interleave)
     q_pe = array(operation, "q_pe", given.q_pe)
     place = (q_pe.device or CPU, _OWNER)
     positions = indices(operation, "positions", given.positions, place)
@@ -65,9 +68,9 @@ def fused_q(operation: str, given: QueryArguments) -> tuple[FusedQPlan, FusedQIn
         device=place[0],
         tokens=tokens,
         input_dtype=q_pe.dtype,
-        quantize_mqa=bool(given.quantize_mqa),
-        has_indexer=bool(given.has_indexer),
-        index_is_neox=not given.index_rope_interleave,
+        quantize_mqa=quantize_mqa,
+        has_indexer=has_indexer,
+        index_is_neox=not interleave,
         softmax_scale=index.softmax_scale,
         head_scale=index.head_scale,
         positions=Operand.of(positions),

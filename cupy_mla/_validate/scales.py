@@ -72,7 +72,7 @@ def layer_scale(
     """
     if _is_number(value):
         return number_scale(operation, argument, value)
-    ref = array(operation, argument, value)
+    ref = array(operation, argument, value, "a number or an array")
     if ref.size != 1:
         reject_value(operation, argument, "hold one element for one layer", shape_text(ref.shape))
     on_host = ref.device is not None and ref.device.kind == "cpu"
@@ -143,7 +143,7 @@ def _split_scales(operation: str, kv_scales: Any, num_layers: int, device: Devic
         if len(kv_scales) != num_layers:
             reject_value(operation, "kv_scales", expected, f"{len(kv_scales)}")
         return list(kv_scales)
-    ref = array(operation, "kv_scales", kv_scales)
+    ref = array(operation, "kv_scales", kv_scales, "a list of scales or an array")
     if ref.shape != (num_layers,) and not (num_layers == 1 and ref.size == 1):
         reject_value(operation, "kv_scales", expected, shape_text(ref.shape))
     if ref.device is not None and ref.device.kind == "cpu" and device.kind != "cpu":

@@ -322,8 +322,8 @@ def fused_norm_rope(
     mla_kv_cache : array [num_blocks, block_size, width] or None
     mla_kv_cache_dtype : str or CacheLayout
         See `get_layout`; ``auto`` is the dtype of `mla_kv_cache`.
-    mla_k_scale : float or array of one float32, optional
-        The layer's scale, needed for flat fp8 and ignored by the other layouts.
+    mla_k_scale : float or array of one element, optional
+        The layer's scale, float32 on a device; needed for flat fp8, ignored by other layouts.
     has_indexer : bool
         False for a layer that reuses the top-k indices of an earlier one.
     index_rope_interleave : bool

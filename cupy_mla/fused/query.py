@@ -51,7 +51,7 @@ def fused_q(
     ql_nope : array [T', H, R]
         Latent part of each head's query, of the dtype of `q_pe`; any strides but along the last
         axis, so a transposed ``[H, T, R]`` too. Looked at only where `quantize_mqa` is true.
-    q_scale : float or array of one float32
+    q_scale : float or array of one element, float32 on a device
         What the fp8 query is divided by. Looked at only where `quantize_mqa` is true.
     index_weights : array [T', I] or None
         Weight of each head of the indexer, bfloat16, float16 or float32.
@@ -137,12 +137,10 @@ def fused_q(
         mqa_q_out,
     )
     wanted = (index_q_out, index_weights_out, mqa_q_out)
-    if not has_indexer:
-        wanted = (None, None, mqa_q_out)
     known = _calls.find(options, *arrays) if stream is None else None
     if known is not None:
         launch, addresses = known
-        return _results(launch(*addresses), wanted)
+        return _results(launch(*addresses), wanted, has_indexer)
     plan, inputs = _validate.fused_q(
         "fused_q",
         _validate.QueryArguments(
@@ -169,10 +167,14 @@ def fused_q(
     backend = backends.for_device(plan.device)
     made = backend.fused_q(plan, inputs, stream)
     _calls.learn(backend.fused_q_launcher(plan, inputs), options, *arrays)
-    return _results(made, wanted)
+    return _results(made, wanted, has_indexer)
 
 
-def _results(made: tuple[Any, Any, Any], wanted: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+def _results(
+    made: tuple[Any, Any, Any], wanted: tuple[Any, Any, Any], has_indexer: bool
+) -> tuple[Any, Any, Any]:
     """Return the caller's arrays where there are any, else the new ones."""
+    if not has_indexer:  # whose arrays may be given all the same
+        wanted = (None, None, wanted[2])
     results = [new if out is None else out for new, out in zip(made, wanted, strict=True)]
     return results[0], results[1], results[2]

@@ -32,7 +32,7 @@ def convert_cache(
         Blocks may be of another size.
     src_dtype, dst_dtype : str or CacheLayout
         Layouts of both, see `get_layout`. A name of a flat layout takes the width as it is.
-    src_scale, dst_scale : float or array of one float32
+    src_scale, dst_scale : float or array of one element, float32 on a device
         The layer's scales, each needed where its cache is flat fp8.
     scale_format : {"float32", "ue8m0"}
         How a destination of ``fp8_ds_mla`` rounds its tiles' scales; a `CacheLayout` has its own.

@@ -42,7 +42,7 @@ def concat_and_cache_mla(
         slots below 0 or beyond the cache are not stored.
     kv_cache_dtype : str or CacheLayout
         See `get_layout`; ``auto`` is the dtype of `kv_cache`.
-    scale : float or array of one float32
+    scale : float or array of one element, float32 on a device
         The layer's scale, needed for flat fp8 and ignored by the other layouts.
     scale_format : {"float32", "ue8m0"}
         How ``fp8_ds_mla`` rounds its tiles' scales; a `CacheLayout` has its own.

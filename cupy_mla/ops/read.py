@@ -36,7 +36,7 @@ def gather_cache(
         Output row at which each request begins, and behind the last one; they do not decrease.
     kv_cache_dtype : str or CacheLayout
         See `get_layout`. A name of a flat layout takes the width as it is.
-    scale : float or array of one float32
+    scale : float or array of one element, float32 on a device
         The layer's scale, needed for flat fp8.
     seq_starts : int32 or int64 array [n_seq], optional
         Position at which each request is read from, also within a block; 0 by default.
@@ -128,7 +128,7 @@ def read_slots(
         Rows to read.
     kv_cache_dtype : str or CacheLayout
         See `get_layout`. A name of a flat layout takes the width as it is.
-    scale : float or array of one float32
+    scale : float or array of one element, float32 on a device
         The layer's scale, needed for flat fp8.
     out_dtype : str or dtype
         bfloat16, float16 or float32.

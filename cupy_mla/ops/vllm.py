@@ -44,7 +44,7 @@ def gather_and_maybe_dequant_cache(
         Output rows that are looked at.
     kv_cache_dtype : str or CacheLayout
         See `get_layout`.
-    scale : float or array of one float32
+    scale : float or array of one element, float32 on a device
         The layer's scale; layouts without one ignore it.
     seq_starts : int32 or int64 array [n_seq], optional
         Position at which each request is read from, also within a block.

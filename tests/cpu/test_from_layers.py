@@ -165,6 +165,8 @@ def change(layer, path, value):
         ("kv_a_layernorm.weight", np.zeros(512, int), TypeError, ["int64"]),
         ("kv_cache", None, TypeError, ["attribute kv_cache"]),
         ("_k_scale", None, TypeError, ["k_scale or _k_scale"]),
+        ("rotary_emb", None, ValueError, ["cos_sin_cache of layer 0 (a table)", "got none"]),
+        ("rotary_emb.is_neox_style", None, ValueError, ["is_neox of layer 0 (True)", "got none"]),
     ],
 )
 def test_a_layer_that_does_not_go_with_the_first_one_is_named(
@@ -245,5 +247,7 @@ def test_norms_on_a_device_that_the_caches_are_not_on():
             ),
         )
     ]
-    with helpers.rejected(ValueError, "from_layers", "norm_weight", "same CUDA device"):
+    with helpers.rejected(
+        ValueError, "from_layers", "kv_a_layernorm.weight", "same CUDA device", layer=0
+    ):
         GroupedCacheWriter.from_layers(layers)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla import fused_norm_rope
+from cupy_mla import FusedNormRope, fused_norm_rope, get_layout
 from tests import helpers, oracle
 from tests.fused_helpers import (
+    LAYER_NAMES,
     arguments,
+    cos_sin,
     expect,
     make_indexer_cache,
     make_layer,
@@ -95,6 +97,80 @@ REFUSED = [
         "-1",
         changes={"mla_kv_cache_dtype": "fp8", "mla_kv_cache": np.zeros((4, 4, 576), np.uint8)},
     ),
+    *(
+        bad(
+            "mla_k_scale",
+            make,
+            TypeError,
+            "a number or an array",
+            kind,
+            changes={"mla_kv_cache_dtype": "fp8", "mla_kv_cache": np.zeros((4, 4, 576), np.uint8)},
+        )
+        for make, kind in ((lambda: "1", "str"), (lambda: [1.0], "list"))
+    ),
+    # The table that is missing, or of another width, is in the message.
+    bad(
+        "k_rope_cos_sin_cache",
+        lambda: None,
+        ValueError,
+        "k_rope_cos_sin_cache is None",
+        "got 576",
+        blamed="mla_kv_cache",
+    ),
+    bad(
+        "k_rope_cos_sin_cache",
+        lambda: np.zeros((4, 32), F32),
+        ValueError,
+        "k_rope_cos_sin_cache has rows of 32",
+        "got 576",
+        blamed="mla_kv_cache",
+    ),
+    bad(
+        "k_rope_cos_sin_cache",
+        lambda: None,
+        ValueError,
+        "rows of 64 elements (the rope_dim",
+        "got None",
+        changes={"mla_kv_cache_dtype": "fp8_ds_mla"},
+    ),
+    bad(
+        "k_rope_cos_sin_cache",
+        lambda: np.zeros((4, 32), F32),
+        ValueError,
+        "rows of 64 elements",
+        "got rows of 32",
+        changes={"mla_kv_cache_dtype": get_layout("bfloat16")},
+    ),
+    bad(
+        "k_rope_cos_sin_cache",
+        lambda: cos_sin(4, 64),
+        ValueError,
+        "be None",
+        "got rows of 64",
+        changes={"mla_kv_cache_dtype": get_layout("bfloat16", rope_dim=0)},
+    ),
+    bad(
+        "k_rope_cos_sin_cache",
+        lambda: None,
+        ValueError,
+        "[T, 0] (k_rope_cos_sin_cache is None)",
+        "[5, 64]",
+        blamed="k_pe",
+        changes={"mla_kv_cache": None},
+    ),
+    bad(
+        "k_rope_cos_sin_cache",
+        lambda: np.zeros((4, 32), F32),
+        ValueError,
+        "[T, 32] (k_rope_cos_sin_cache has rows of 32)",
+        "[5, 64]",
+        blamed="k_pe",
+        changes={"mla_kv_cache": None},
+    ),
+    bad("has_indexer", lambda: "no", TypeError, "boolean", "str"),
+    bad("has_indexer", lambda: np.array([True, False]), TypeError, "a boolean", "ndarray"),
+    bad("has_indexer", lambda: None, TypeError, "be a boolean", "NoneType"),
+    bad("index_rope_interleave", lambda: "no", TypeError, "boolean", "str"),
     bad("mla_kv_cache_dtype", lambda: "fp7", ValueError, "fp8_ds_mla"),
     bad("indexer_k_cache", lambda: np.zeros((4, 4, 128), np.uint8), ValueError, "132", "128"),
     bad("indexer_k_cache", lambda: np.zeros((4, 4, 132), np.int8), TypeError, "uint8", "int8"),
@@ -160,3 +236,31 @@ def test_arrays_of_several_devices_are_refused(rng):
     given["kv_c"] = helpers.FakeDevice((5, 512), "<f2", dtype="torch.bfloat16")
     with rejected(ValueError, "fused_norm_rope", "kv_c", "same CUDA device", "cuda:0"):
         fused_norm_rope(**given)
+
+
+def test_flags_may_be_numpy_booleans(rng):
+    backend, layer = helpers.Backend(), make_layer(rng)
+    indexer = make_indexer_cache(backend)
+    flags = {"has_indexer": np.True_, "index_rope_interleave": np.True_}
+    want = expect(layer, None, indexer, interleave=True)
+    fused_norm_rope(**arguments(backend, layer, indexer_k_cache=indexer.array, **flags))
+    assert_bytes_equal(indexer.bytes(), want.indexer_pool, indexer.geometry)
+
+
+@pytest.mark.parametrize("dtype", [float, int])
+def test_one_call_reads_a_host_scale_of_any_dtype(rng, dtype):
+    backend, layer = helpers.Backend(), make_layer(rng)
+    cache = make_cache(backend, "fp8_e4m3")
+    given = arguments(
+        backend,
+        layer,
+        mla_kv_cache=cache.array,
+        mla_kv_cache_dtype="fp8",
+        mla_k_scale=np.array([2], dtype),
+        has_indexer=False,
+    )
+    want = expect(layer, cache, None, scale=2.0)
+    with rejected(TypeError, "FusedNormRope", "mla_k_scale", "float32 to be read in place"):
+        FusedNormRope(**{name: given[name] for name in LAYER_NAMES if name in given})
+    fused_norm_rope(**given)
+    assert_bytes_equal(cache.bytes(), want.mla_pool, cache.geometry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from cupy_mla import (
     audit_cache,
     concat_and_cache_mla,
     fused_norm_rope,
+    fused_q,
     gather_cache,
     get_layout,
     indexer_k_quant_and_cache,
     read_slots,
 )
-from tests import helpers, oracle
+from tests import helpers, oracle, query_helpers
 from tests.context_helpers import Step
 from tests.cpu.test_from_layers import make_model_layers
 from tests.fused_helpers import arguments, make_layer
@@ -57,6 +59,23 @@ def test_a_scale_may_be_any_real_number():
 def test_a_huge_number_is_not_printed():
     with rejected(ValueError, "concat_and_cache_mla", "scale", "an integer of 1329 bits"):
         insert(scale=HUGE)
+
+
+@pytest.mark.parametrize("scale", ["a", [1.0]])
+def test_a_scale_is_a_number_or_an_array(rng, scale):
+    given = query_helpers.arguments(helpers.Backend(), query_helpers.make_query(rng))
+    given["q_scale"] = scale
+    with rejected(TypeError, "fused_q", "q_scale", "a number or an array", type(scale).__name__):
+        fused_q(**given)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, np.array([True, False])], ids=repr)
+@pytest.mark.parametrize("name", ["has_indexer", "index_rope_interleave", "quantize_mqa"])
+def test_a_flag_is_a_boolean(rng, name, value):
+    given = query_helpers.arguments(helpers.Backend(), query_helpers.make_query(rng))
+    given[name] = value
+    with rejected(TypeError, "fused_q", name, "boolean", type(value).__name__):
+        fused_q(**given)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +286,73 @@ def test_a_layer_that_rotates_in_another_way_is_named(rng, name, change, fragmen
     setattr(rotary, name, change(getattr(rotary, name)))
     with rejected(ValueError, "from_layers", "layers", *fragments, layer=2):
         GroupedCacheWriter.from_layers(layers)
-    rotary_of(layers, 1).is_neox_style = "yes"
-    with rejected(TypeError, "from_layers", "layers", "boolean", layer=1):
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "exception", "fragment"),
+    [
+        ("kv_a_layernorm.weight", None, TypeError, "NoneType"),
+        ("kv_a_layernorm.weight", [1.0], TypeError, "list"),
+        ("kv_a_layernorm.variance_epsilon", "1", TypeError, "real number"),
+        ("_k_scale", None, TypeError, "a number or an array"),
+        ("_k_scale", "1", TypeError, "a number or an array"),
+        ("_k_scale", 0, ValueError, "finite and > 0"),
+        ("_k_scale", np.ones(1), TypeError, "float32 to be read in place"),
+        ("_k_scale", np.ones(2, F32), ValueError, "one element"),
+        ("kv_cache", None, TypeError, "NoneType"),
+        ("kv_cache", np.zeros((2, 4, 575), np.uint8), ValueError, "576"),
+        ("kv_cache", helpers.FakeDevice((2, 4, 576), "|u1"), ValueError, "same CUDA device"),
+        ("kv_cache_dtype", "fp7", ValueError, "fp8_ds_mla"),
+        ("kv_cache_dtype", 8, TypeError, "CacheLayout"),
+        ("rotary_emb.is_neox_style", "yes", TypeError, "boolean"),
+        ("rotary_emb.is_neox_style", np.array([True, True]), TypeError, "boolean"),
+    ],
+)
+def test_what_a_layer_has_of_a_wrong_kind_is_named_by_its_path(
+    rng, path, value, exception, fragment
+):
+    layers = make_model_layers(Step(helpers.Backend(), rng, "fp8_e4m3"))
+    holder, _, name = path.rpartition(".")
+    attention = layers[1].self_attn
+    setattr(getattr(attention, holder) if holder else attention, name, value)
+    with rejected(exception, "from_layers", f"layers[1]: self_attn.{path}", fragment):
         GroupedCacheWriter.from_layers(layers)
+
+
+@pytest.mark.parametrize(
+    ("table", "exception", "fragments"),
+    [
+        (np.zeros((20, 32), F32), ValueError, ["[positions, 64]", "[20, 32]"]),
+        (np.zeros((20, 64)), TypeError, ["bfloat16", "float64"]),
+        ([[1.0] * 64], TypeError, ["array", "list"]),
+        (helpers.FakeDevice((20, 64), "<f4"), ValueError, ["same CUDA device as the caches"]),
+    ],
+    ids=range(4),
+)
+def test_a_table_that_no_context_can_use(rng, table, exception, fragments):
+    layers = make_model_layers(Step(helpers.Backend(), rng))
+    for number in range(3):
+        rotary_of(layers, number).cos_sin_cache = table
+    path = "self_attn.rotary_emb.cos_sin_cache"
+    with rejected(exception, "from_layers", path, *fragments, layer=0):
+        GroupedCacheWriter.from_layers(layers)
+
+
+def test_layers_whose_caches_overlap(rng):
+    layers = make_model_layers(Step(helpers.Backend(), rng))
+    layers[2].self_attn.kv_cache = layers[0].self_attn.kv_cache[1:]
+    with rejected(ValueError, "from_layers", "layers", "share memory with layers[0]", layer=2):
+        GroupedCacheWriter.from_layers(layers)
+
+
+def test_a_path_replaces_those_that_are_looked_at_else(rng):
+    layers = make_model_layers(Step(helpers.Backend(), rng, "fp8_e4m3"))
+    with rejected(TypeError, "from_layers", "layers", "attribute mla.scale", layer=0):
+        GroupedCacheWriter.from_layers(layers, attributes={"k_scale": "mla.scale"})
+    for layer in layers:
+        layer.mla = SimpleNamespace(scale="1")
+    with rejected(TypeError, "from_layers", "layers[0]: mla.scale", "got str"):
+        GroupedCacheWriter.from_layers(layers, attributes={"k_scale": "mla.scale"})
 
 
 def test_equal_tables_of_several_layers_are_one(rng):
