@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _layers, _validate, backends
-from ._arrays import CPU, ArrayRef, DeviceId, describe
-from ._plan import CachePlan, InsertInputs, InsertPlan, Target, layers_by_layout
+from ._plan import InsertInputs, InsertPlan, Target, layers_by_layout
 from ._shortcuts import Shortcuts
 from .errors import reject_type, reject_value
 from .layouts import CacheLayout, check_sizes
@@ -90,13 +89,15 @@ class GroupedCacheWriter:
     ) -> None:
         operation = "GroupedCacheWriter"
         self._sizes = check_sizes(operation, kv_lora_rank, rope_dim)
-        arrays = _layer_list(operation, "kv_caches", kv_caches)
+        arrays = _validate.layer_list(operation, "kv_caches", kv_caches)
         names: Sequence[Any]
         if isinstance(kv_cache_dtype, (str, CacheLayout)):
             names = [kv_cache_dtype] * len(arrays)
         else:
-            names = _layer_list(operation, "kv_cache_dtype", kv_cache_dtype, len(arrays))
-        caches, plans, self._device = _caches(operation, arrays, names, self._sizes, scale_format)
+            names = _validate.layer_list(operation, "kv_cache_dtype", kv_cache_dtype, len(arrays))
+        caches, plans, self._device = _validate.layer_caches(
+            operation, arrays, names, self._sizes, scale_format
+        )
         self.layouts = tuple(plan.layout for plan in plans)
         self.num_layers = len(plans)
         self._groups = layers_by_layout(self.layouts)
@@ -359,8 +360,10 @@ class GroupedCacheWriter:
             Of the same layouts and on the same device; blocks, block sizes and strides may differ.
         """
         operation = "rebind"
-        arrays = _layer_list(operation, "kv_caches", kv_caches, self.num_layers)
-        caches, plans, device = _caches(operation, arrays, self.layouts, self._sizes, "float32")
+        arrays = _validate.layer_list(operation, "kv_caches", kv_caches, self.num_layers)
+        caches, plans, device = _validate.layer_caches(
+            operation, arrays, self.layouts, self._sizes, "float32"
+        )
         if device != self._device:
             reject_value(
                 operation, "kv_caches", f"be on the writer's device {self._device}", device
@@ -497,48 +500,3 @@ class _BoundInsert:
 def _given(kv_scales: Any) -> Any:
     """Return scales as the caller will find them again: his list may change, its copy does not."""
     return tuple(kv_scales) if isinstance(kv_scales, list) else kv_scales
-
-
-def _layer_list(
-    operation: str, argument: str, value: Any, num_layers: int | None = None
-) -> list[Any]:
-    """Return one entry a layer."""
-    # A set has no order, and the first axis of one array is as likely its blocks as its layers.
-    if isinstance(value, (set, frozenset, dict, str)) or describe(value) is not None:
-        reject_type(
-            operation, argument, "be a list or tuple with one entry a layer", type(value).__name__
-        )
-    try:
-        entries = list(value)
-    except TypeError:
-        reject_type(
-            operation, argument, "be a list or tuple with one entry a layer", type(value).__name__
-        )
-    if num_layers is not None and len(entries) != num_layers:
-        reject_value(
-            operation, argument, f"have one entry for each of {num_layers} layers", len(entries)
-        )
-    if not entries:
-        reject_value(operation, argument, "have at least one layer", "none")
-    return entries
-
-
-def _caches(
-    operation: str,
-    arrays: Sequence[Any],
-    names: Sequence[str | CacheLayout],
-    sizes: tuple[int, int],
-    scale_format: str,
-) -> tuple[list[ArrayRef], list[CachePlan], DeviceId]:
-    refs, plans = [], []
-    device: DeviceId | None = None
-    for layer, (obj, name) in enumerate(zip(arrays, names, strict=True)):
-        argument = f"kv_caches[{layer}]"
-        ref, plan = _validate.cache(operation, argument, obj, name, sizes, scale_format)
-        device = device or ref.device
-        if device is not None:
-            _validate.same_device(operation, argument, ref, device, "the other layers")
-        refs.append(ref)
-        plans.append(plan)
-    _validate.distinct_caches(operation, "kv_caches", refs)
-    return refs, plans, device or CPU

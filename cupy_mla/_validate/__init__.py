@@ -17,6 +17,7 @@ from .gather import gather, gather_indexer
 from .grouped import grouped
 from .indexer import indexer_insert
 from .insert import insert_inputs, row_sizes, storable
+from .layers import layer_caches, layer_list
 from .norm_rope import LayerArguments, StepArguments, norm_rope_layer, norm_rope_step
 from .operands import number, table
 from .query import QueryArguments, fused_q
@@ -43,6 +44,8 @@ __all__ = [
     "indexer_insert",
     "insert_inputs",
     "integer",
+    "layer_caches",
+    "layer_list",
     "layer_scale",
     "norm_rope_layer",
     "norm_rope_step",
