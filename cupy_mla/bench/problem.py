@@ -142,6 +142,8 @@ class Operation:
     expect : callable
         ``(problem, host instance) -> [(output, Expected)]``: what the reference must have left,
         worked out without it.
+    whole_blocks : bool
+        Whether it works on whole blocks, so that numbers of tokens are rounded up.
     """
 
     name: str
@@ -153,6 +155,7 @@ class Operation:
     traffic: Callable[[Problem], Traffic]
     make: Callable[..., Instance]
     expect: Callable[[Problem, Instance], Sequence[tuple[str, Expected]]]
+    whole_blocks: bool = False
 
 
 @dataclass(frozen=True)

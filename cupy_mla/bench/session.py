@@ -87,7 +87,9 @@ def problems(settings: Settings, operation: Operation) -> list[Problem]:
     found: dict[Problem, None] = {}
     patterns = settings.patterns if operation.patterned else PATTERNS[:1]
     for name in settings.formats or operation.formats:
-        for tokens in settings.tokens or operation.tokens:
+        for wanted in settings.tokens or operation.tokens:
+            block = settings.block_size if operation.whole_blocks else 1
+            tokens = -(-wanted // block) * block
             for pattern in patterns if tokens > 1 else patterns[:1]:
                 layout = get_layout(name, kv_lora_rank=KV_LORA_RANK, rope_dim=ROPE_DIM)
                 layers = settings.layers if operation.layered else 1

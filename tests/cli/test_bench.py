@@ -258,7 +258,8 @@ def test_check_finds_a_wrong_alternative(capsys, machine, monkeypatch):
 def test_every_operation_is_measured(capsys, machine, name):
     status, document, _ = run_json(capsys, name, *SMALL, *GPU, "--check", "--pattern", "random")
     assert status == 0
-    assert [row["tokens"] for row in document["rows"]] == [1, 5]
+    wanted = [4, 8] if name == "convert" else [1, 5]  # which works on whole blocks
+    assert [row["tokens"] for row in document["rows"]] == wanted
     assert {row["layers"] for row in document["rows"]} == {2 if name == "context" else 1}
     assert all(row["percent_of_ceiling"] > 0 for row in document["rows"])
     if name == "context":
@@ -439,6 +440,13 @@ def test_the_query_is_what_attention_over_such_a_cache_takes(capsys, no_cupy):
         entry = run_json(capsys, *arguments)[1]["counted"][0]
         written[fmt] = entry["bytes"]["written"]
     assert written["fp8_ds_mla"] == written["bfloat16"] < written["fp8_e4m3"]
+
+
+def test_conversions_are_of_whole_blocks(capsys, no_cupy):
+    arguments = ("convert", "--tokens", "1,33,64", "--block-size", "32", "--format", "fp8")
+    counted = run_json(capsys, *arguments)[1]["counted"]
+    assert [entry["tokens"] for entry in counted] == [32, 64]
+    assert {entry["bytes"]["total"] // entry["tokens"] for entry in counted} == {576 * 3}
 
 
 def test_a_plot_without_rows_is_not_made(capsys, no_cupy, monkeypatch, tmp_path):

@@ -78,4 +78,5 @@ OPERATION = Operation(
     traffic=traffic,
     make=make,
     expect=expect,
+    whole_blocks=True,
 )
