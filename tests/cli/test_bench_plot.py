@@ -82,8 +82,9 @@ def test_lines_are_times_and_a_copy_for_each_format(figure, rows):
     copies = [line for line in axis.lines if line.get_linestyle() == ":"]
     assert [list(line.get_ydata()) for line in copies] == [[pytest.approx(COPY, rel=0.02)] * 3] * 2
     assert len({line.get_color() for line in axis.lines}) == 2  # one a format
-    ticks = {text.get_text() for text in axis.get_yticklabels()}
-    assert {"5", "10", "20"} <= ticks
+    ticks = [text.get_text() for text in axis.get_yticklabels()]
+    assert "10" in ticks
+    assert all(float(text) > 0 for text in ticks)  # plain numbers, no powers of ten
 
 
 @pytest.mark.usefixtures("machine")
