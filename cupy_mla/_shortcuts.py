@@ -3,8 +3,9 @@
 On a GPU a call whose arrays look like those of an earlier one reads attributes, compares one key,
 packs addresses and launches. Arrays of equal looks (shape, strides, dtype, device) differ in
 nothing but their address, which the key has modulo 8: what was validated for some is valid for
-the others. CuPy's and torch's arrays have looks that are cheap to read; calls with anything else
-are validated each time.
+the others. Whether they share memory depends on addresses, and is looked at the first time alone.
+CuPy's and torch's arrays have looks that are cheap to read; calls with anything else are validated
+each time.
 """
 
 from __future__ import annotations

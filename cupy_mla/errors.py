@@ -5,6 +5,8 @@ from __future__ import annotations
 from numbers import Integral
 from typing import NoReturn
 
+import numpy as np
+
 __all__ = ["BackendUnavailable", "CompileError"]
 
 
@@ -34,6 +36,13 @@ def reject_value(operation: str, argument: str, expected: str, got: object) -> N
 def reject_type(operation: str, argument: str, expected: str, got: object) -> NoReturn:
     """Raise the TypeError ``operation: argument must expected, got got``."""
     raise TypeError(_text(operation, argument, expected, got))
+
+
+def check_flag(operation: str, argument: str, value: object) -> bool:
+    """Return a bool of Python or NumPy as Python's; a text such as "no" is none, nor an array."""
+    if not isinstance(value, (bool, np.bool_)):
+        reject_type(operation, argument, "be a bool", type(value).__name__)
+    return bool(value)
 
 
 def check_integer(operation: str, argument: str, value: object, least: int | None = None) -> int:

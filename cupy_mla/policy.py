@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import reject_type, reject_value
+from .errors import check_flag, reject_type, reject_value
 from .layouts import (
     LAYOUT_NAMES,
     CacheLayout,
@@ -234,8 +234,8 @@ def register_backend(
         name,
         _majors(operation, "architectures", architectures),
         _layout_names(operation, layouts),
-        _flag(operation, "fp8_query", fp8_query),
-        _flag(operation, "cache_needs_fp8_view", cache_needs_fp8_view),
+        check_flag(operation, "fp8_query", fp8_query),
+        check_flag(operation, "cache_needs_fp8_view", cache_needs_fp8_view),
         chosen,
         _majors(operation, "exponent_only", exponent_only),
     )
@@ -249,7 +249,7 @@ def register_backend(
             "architectures",
             repr(chosen),
         )
-    replaces = _flag(operation, "replace", replace)
+    replaces = check_flag(operation, "replace", replace)
     with _lock:
         if name in _rules and not replaces:
             reject_value(operation, "name", "be new, or replace be true", repr(name))
@@ -296,13 +296,6 @@ def _layout_names(operation: str, layouts: Any) -> tuple[str, ...]:
             expected = f"hold names out of {', '.join(known)}"
             reject_value(operation, "layouts", expected, repr(layout))
     return tuple(canonical_name(operation, layout, "layouts") for layout in given)
-
-
-def _flag(operation: str, argument: str, value: object) -> bool:
-    """Return a bool of Python or NumPy as Python's."""
-    if not isinstance(value, (bool, np.bool_)):
-        reject_type(operation, argument, "be a bool", type(value).__name__)
-    return bool(value)
 
 
 def unregister_backend(name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _layers, _validate, backends
+from ._arrays import ArrayRef
 from ._plan import InsertInputs, InsertPlan, Target, layers_by_layout
 from ._shortcuts import Shortcuts
 from .errors import reject_type, reject_value
@@ -104,7 +105,7 @@ class GroupedCacheWriter:
         self.num_launches = len(self._groups)
         scales = _validate.writer_scales(operation, kv_scales, self.layouts, self._device)
         self._given_scales = _given(kv_scales)
-        self._arrays = tuple(caches)
+        self._written = _written(caches)
         self._collect_stats = bool(collect_stats)
         self._backend = backends.for_device(self._device)
         self._target = self._backend.target(
@@ -207,6 +208,11 @@ class GroupedCacheWriter:
         ------
         ValueError, TypeError
             For arrays that do not fit; nothing is written.
+
+        Notes
+        -----
+        Nothing that is read may share memory with a cache. On a GPU that is looked at when arrays
+        of their shapes, strides and dtypes come for the first time, not at each step.
         """
         if slot_mapping is None:
             return
@@ -249,6 +255,7 @@ class GroupedCacheWriter:
             sizes=self._sizes,
             device=self._device,
             owner="kv_caches",
+            caches=self._written,
         )
         _validate.storable(plan, self.layouts, "kv_c")
         return plan, inputs
@@ -341,7 +348,7 @@ class GroupedCacheWriter:
             rounding_rule=rounding,
             num_layers=self.num_layers,
             sizes=self._sizes,
-            caches=self._arrays,
+            caches=self._written,
             device=self._device,
         )
         _validate.storable(plan, self.layouts, "kv")
@@ -369,7 +376,7 @@ class GroupedCacheWriter:
                 operation, "kv_caches", f"be on the writer's device {self._device}", device
             )
         self._target.rebind(caches, plans)
-        self._arrays = tuple(caches)
+        self._written = _written(caches)
         self._shortcuts.forget()
 
     def update_scales(self, kv_scales: Any) -> None:
@@ -500,3 +507,7 @@ class _BoundInsert:
 def _given(kv_scales: Any) -> Any:
     """Return scales as the caller will find them again: his list may change, its copy does not."""
     return tuple(kv_scales) if isinstance(kv_scales, list) else kv_scales
+
+
+def _written(caches: Sequence[ArrayRef]) -> _validate.Written:
+    return _validate.Written.of((f"kv_caches[{layer}]" for layer in range(len(caches))), caches)

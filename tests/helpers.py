@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -465,6 +466,10 @@ def check_insert(
 # --- objects that speak a protocol ----------------------------------------------------------------
 
 
+#: Each fake has memory of its own.
+_fake_pointers = itertools.count(0x7F0000000000, 1 << 32)
+
+
 class FakeDevice:
     """An array that claims to be CUDA memory; no kernel may ever be launched on it."""
 
@@ -473,7 +478,7 @@ class FakeDevice:
         shape: Sequence[int],
         typestr: str,
         *,
-        pointer: int = 0x7F0000000000,
+        pointer: int | None = None,
         strides: Sequence[int] | None = None,
         device: int = 0,
         dtype: Any = None,
@@ -486,7 +491,7 @@ class FakeDevice:
         self.__cuda_array_interface__ = {
             "shape": self.shape,
             "typestr": typestr,
-            "data": (pointer, read_only),
+            "data": (next(_fake_pointers) if pointer is None else pointer, read_only),
             "strides": None if strides is None else tuple(strides),
             "version": 3,
         }

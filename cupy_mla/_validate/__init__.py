@@ -7,10 +7,11 @@ scales are the one kind of data that is looked at.
 
 from __future__ import annotations
 
+from cupy_mla.errors import check_flag as flag
 from cupy_mla.errors import check_integer as integer
 
-from .caches import cache, distinct_caches
-from .checks import array, check_outputs, flag, host_stream, same_device
+from .caches import Written, cache, distinct_caches
+from .checks import array, check_outputs, host_stream, same_device
 from .context import context
 from .convert import convert
 from .gather import gather, gather_indexer
@@ -28,6 +29,7 @@ __all__ = [
     "LayerArguments",
     "QueryArguments",
     "StepArguments",
+    "Written",
     "array",
     "cache",
     "call_scale",

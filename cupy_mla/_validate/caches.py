@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cupy_mla import dtypes
@@ -149,6 +150,51 @@ def distinct_caches(operation: str, argument: str, refs: Sequence[ArrayRef]) -> 
                 refs[first],
             )
         open_layers.append((high, layer))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Caches that a call writes, as inputs are held against them.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Of each cache, for messages.
+    refs : tuple of ArrayRef
+    low, high : int
+        The first byte of all caches, and the one behind the last.
+    """
+
+    names: tuple[str, ...]
+    refs: tuple[ArrayRef, ...]
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, names: Iterable[str], refs: Iterable[ArrayRef]) -> Written:
+        """Find the bytes."""
+        found = tuple(refs)
+        ranges = [byte_range(ref) for ref in found if ref.size]
+        low = min((low for low, _ in ranges), default=0)
+        return cls(tuple(names), found, low, max((high for _, high in ranges), default=0))
+
+    def check_apart(self, operation: str, *sources: tuple[str, ArrayRef | None]) -> None:
+        """Refuse what is read from memory that is written.
+
+        Parameters
+        ----------
+        operation : str
+            For messages.
+        *sources : (str, ArrayRef or None)
+            Names for messages, and what is read.
+        """
+        for name, ref in sources:
+            if ref is None or not ref.size:
+                continue
+            low, high = byte_range(ref)
+            if low < self.high and self.low < high:
+                for cache_name, cache in zip(self.names, self.refs, strict=True):
+                    check_disjoint(operation, name, ref, cache_name, cache)
 
 
 def whole_rows(operation: str, layout: CacheLayout, name_argument: str = "kv_cache_dtype") -> None:

@@ -39,13 +39,6 @@ def array(operation: str, argument: str, obj: Any, expected: str = "an array") -
     return ref
 
 
-def flag(operation: str, argument: str, value: object) -> bool:
-    """Return a flag as a bool; a text such as "no" is none, nor is an array."""
-    if not isinstance(value, (bool, np.bool_)):
-        reject_type(operation, argument, "be a boolean", type(value).__name__)
-    return bool(value)
-
-
 def shape_text(shape: Sequence[object]) -> str:
     return "[" + ", ".join(str(extent) for extent in shape) + "]"
 
@@ -124,11 +117,12 @@ def overlapping_axis(
 
 def byte_range(ref: ArrayRef) -> tuple[int, int]:
     """Return the first byte of an array and the one behind its last."""
-    reach = [
-        step * (extent - 1) for step, extent in zip(ref.strides, ref.shape, strict=True) if extent
-    ]
-    low = ref.ptr + sum(step for step in reach if step < 0)
-    return low, ref.ptr + sum(step for step in reach if step > 0) + ref.dtype.itemsize
+    low = high = ref.ptr
+    for step, extent in zip(ref.strides, ref.shape, strict=True):
+        if extent > 1:
+            reach = step * (extent - 1)
+            low, high = (low, high + reach) if reach > 0 else (low + reach, high)
+    return low, high + ref.dtype.itemsize
 
 
 #: Work that is spent on telling whether interleaved arrays share a byte, as NumPy counts it.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from cupy_mla._arrays import ArrayRef, DeviceId
 from cupy_mla._plan_fused import ContextInputs, ContextPlan, Operand
-from cupy_mla.errors import reject_value
+from cupy_mla.errors import check_flag, reject_value
 
-from .checks import array, byte_range, check_disjoint, flag, shape_text
-from .insert import slots_of
+from .caches import Written
+from .checks import array, shape_text
+from .insert import slot_names, slots_of
 from .operands import Place, described, indices, number, operand, rounding, table
 
 
@@ -27,7 +27,7 @@ def context(
     rounding_rule: str,
     num_layers: int,
     sizes: tuple[int, int],
-    caches: Sequence[ArrayRef],
+    caches: Written,
     device: DeviceId,
 ) -> tuple[ContextPlan, ContextInputs]:
     """Validate a projection of all layers and what it is normed and rotated with.
@@ -43,7 +43,7 @@ def context(
     num_layers : int
     sizes : (int, int)
         kv_lora_rank and rope_dim of the caches.
-    caches : sequence of ArrayRef
+    caches : Written
         What is written.
     device : DeviceId
         The caches' device.
@@ -80,36 +80,19 @@ def context(
         weight=Operand.of(weight),
         table=described(rotary),
         eps=number(operation, "eps", eps, least=0.0),
-        is_neox=flag(operation, "is_neox", is_neox),
+        is_neox=check_flag(operation, "is_neox", is_neox),
         rounding=rounding(operation, rounding_rule),
     )
     inputs = ContextInputs(kv=source, positions=where, slots=slots, weight=weight, table=rotary)
-    _check_sharing(operation, inputs, caches)
+    caches.check_apart(
+        operation,
+        ("kv", source),
+        ("positions", where),
+        ("norm_weight", weight),
+        ("cos_sin_cache", rotary),
+        *slot_names(slots),
+    )
     return plan, inputs
-
-
-def _check_sharing(operation: str, inputs: ContextInputs, caches: Sequence[ArrayRef]) -> None:
-    """Refuse caches that share memory with what is read."""
-    several = inputs.slots if isinstance(inputs.slots, tuple) else (inputs.slots,)
-    given = [
-        ("kv", inputs.kv),
-        ("positions", inputs.positions),
-        ("norm_weight", inputs.weight),
-        ("cos_sin_cache", inputs.table),
-        *(("slot_mapping", ref) for ref in several),
-    ]
-    ranges = [byte_range(cache) for cache in caches if cache.size]
-    if not ranges:
-        return
-    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
-    for name, ref in given:
-        if ref is None or not ref.size:
-            continue
-        low, high = byte_range(ref)
-        if high <= lowest or highest <= low:
-            continue
-        for layer, cache in enumerate(caches):
-            check_disjoint(operation, name, ref, f"kv_caches[{layer}]", cache)
 
 
 def _projection(

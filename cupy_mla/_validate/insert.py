@@ -12,6 +12,7 @@ from cupy_mla.dtypes import DType
 from cupy_mla.errors import reject_type, reject_value
 from cupy_mla.layouts import CacheLayout
 
+from .caches import Written
 from .checks import (
     array,
     check_aligned,
@@ -57,6 +58,7 @@ def insert_inputs(
     sizes: tuple[int, int] | None,
     device: DeviceId,
     owner: str,
+    caches: Written | None,
 ) -> tuple[InsertPlan, InsertInputs]:
     """Validate a step's arrays.
 
@@ -75,6 +77,8 @@ def insert_inputs(
         The caches' device.
     owner : str
         Name of the caches' argument, for messages.
+    caches : Written or None
+        None where only addresses are known.
     """
     layers = 1 if num_layers is None else num_layers
     slots, slot_dtype, tokens, slot_strides = slots_of(
@@ -101,6 +105,8 @@ def insert_inputs(
             )
         if pe_ref.shape[-1] == 0:
             pe_ref = None
+    if caches is not None:
+        caches.check_apart(operation, ("kv_c", kv_ref), ("k_pe", pe_ref), *slot_names(slots))
     plan = InsertPlan(
         operation,
         device,
@@ -116,6 +122,12 @@ def insert_inputs(
         isinstance(slots, tuple),
     )
     return plan, InsertInputs(kv_ref, pe_ref, slots)
+
+
+def slot_names(slots: ArrayRef | tuple[ArrayRef | None, ...]) -> list[tuple[str, ArrayRef | None]]:
+    """Return the arrays of slots with their name, for messages."""
+    several = slots if isinstance(slots, tuple) else (slots,)
+    return [("slot_mapping", ref) for ref in several]
 
 
 def _layer_token_strides(ref: ArrayRef) -> tuple[int, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from cupy_mla._arrays import CPU, ArrayRef, DeviceId, describe
+from cupy_mla._arrays import CPU, ArrayRef, DeviceId, UnusableArray, describe
 from cupy_mla._plan import CachePlan
 from cupy_mla.errors import reject_type, reject_value
 from cupy_mla.layouts import CacheLayout
@@ -18,14 +19,12 @@ def layer_list(
     operation: str, argument: str, value: Any, num_layers: int | None = None
 ) -> list[Any]:
     """Return one entry a layer."""
+    entries = None
     # A set has no order, and the first axis of one array is as likely its blocks as its layers.
-    if isinstance(value, (set, frozenset, dict, str)) or describe(value) is not None:
-        reject_type(
-            operation, argument, "be a list or tuple with one entry a layer", type(value).__name__
-        )
-    try:
-        entries = list(value)
-    except TypeError:
+    if not (isinstance(value, (set, frozenset, dict, str)) or _is_array(value)):
+        with contextlib.suppress(TypeError):
+            entries = list(value)
+    if entries is None:
         reject_type(
             operation, argument, "be a list or tuple with one entry a layer", type(value).__name__
         )
@@ -36,6 +35,13 @@ def layer_list(
     if not entries:
         reject_value(operation, argument, "have at least one layer", "none")
     return entries
+
+
+def _is_array(value: Any) -> bool:
+    try:
+        return describe(value) is not None
+    except UnusableArray:  # a sparse tensor, say
+        return True
 
 
 def layer_caches(

@@ -15,11 +15,11 @@ from cupy_mla._plan_fused import (
     NormRopePlan,
     Operand,
 )
-from cupy_mla.errors import reject_value
+from cupy_mla.errors import check_flag, reject_value
 from cupy_mla.layouts import FIXED_SIZES, INDEXER_LAYOUT, CacheLayout
 
 from .caches import cache
-from .checks import array, check_outputs, flag, same_device, shape_text
+from .checks import array, check_outputs, same_device, shape_text
 from .insert import storable
 from .operands import (
     Place,
@@ -90,8 +90,8 @@ def norm_rope_layer(
     live : bool
         Whether the MLA cache's scale is kept as a writer keeps it, or read by one call.
     """
-    has_indexer = flag(operation, "has_indexer", given.has_indexer)
-    interleave = flag(operation, "index_rope_interleave", given.index_rope_interleave)
+    has_indexer = check_flag(operation, "has_indexer", given.has_indexer)
+    interleave = check_flag(operation, "index_rope_interleave", given.index_rope_interleave)
     q_weight = array(operation, "q_rms_norm_w", given.q_rms_norm_w)
     place = (q_weight.device or CPU, _OWNER)
     q_weight = operand(operation, "q_rms_norm_w", q_weight, ("Q",), place)

@@ -10,9 +10,9 @@ from cupy_mla._arrays import CPU, ArrayRef
 from cupy_mla._plan import Scale
 from cupy_mla._plan_fused import FusedQInputs, FusedQPlan, Operand
 from cupy_mla.dtypes import DType
-from cupy_mla.errors import reject_value
+from cupy_mla.errors import check_flag, reject_value
 
-from .checks import array, check_outputs, flag, shape_text
+from .checks import array, check_outputs, shape_text
 from .operands import (
     Place,
     described,
@@ -52,9 +52,9 @@ class QueryArguments:
 
 def fused_q(operation: str, given: QueryArguments) -> tuple[FusedQPlan, FusedQInputs]:
     """Validate the arrays of `fused_q`."""
-    quantize_mqa = flag(operation, "quantize_mqa", given.quantize_mqa)
-    has_indexer = flag(operation, "has_indexer", given.has_indexer)
-    interleave = flag(operation, "index_rope_interleave", given.index_rope_interleave)
+    quantize_mqa = check_flag(operation, "quantize_mqa", given.quantize_mqa)
+    has_indexer = check_flag(operation, "has_indexer", given.has_indexer)
+    interleave = check_flag(operation, "index_rope_interleave", given.index_rope_interleave)
     q_pe = array(operation, "q_pe", given.q_pe)
     place = (q_pe.device or CPU, _OWNER)
     positions = indices(operation, "positions", given.positions, place)

@@ -64,6 +64,8 @@ def concat_and_cache_mla(
     divides by the scale of each tile of 128, ``max(amax / 448, FLT_MIN)`` or the power of two
     above ``max(amax / 448, 1e-4)``, and copies the rotary part. A NaN is stored as 0x7F. Where
     two tokens share a slot, NumPy keeps the last; on a GPU the bytes of that row are unspecified.
+    Nothing that is read may share memory with the cache; on a GPU that is looked at when arrays of
+    their shapes, strides and dtypes come for the first time.
 
     Examples
     --------
@@ -97,6 +99,7 @@ def concat_and_cache_mla(
         sizes=None,
         device=device,
         owner="kv_cache",
+        caches=_validate.Written.of(["kv_cache"], [cache]),
     )
     _validate.storable(plan, [cache_plan.layout], "kv_c")
     layer_scale = _validate.call_scale(operation, scale, cache_plan.layout, device)
@@ -195,6 +198,7 @@ def concat_and_cache_mla_grouped(
         sizes=None,
         device=device,
         owner="kv_cache_ptrs",
+        caches=None,
     )
     _validate.storable(plan, [pointers.cache.layout], "kv_c")
     backend = backends.cuda(device)

@@ -13,10 +13,13 @@ FAKES = """
     import numpy as np
 
     class Fake:
+        pointer = 0x7F0000000000
+
         def __init__(self, shape, typestr):
+            Fake.pointer += 1 << 20  # each has memory of its own
             self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(typestr)
             self.__cuda_array_interface__ = {
-                "shape": shape, "typestr": typestr, "data": (0x7F0000000000, False),
+                "shape": shape, "typestr": typestr, "data": (self.pointer, False),
                 "strides": None, "version": 3,
             }
 

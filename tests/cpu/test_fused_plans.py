@@ -27,7 +27,7 @@ def context_plan(kv, slots, weight):
         rounding_rule="staged",
         num_layers=3,
         sizes=(512, 64),
-        caches=(),
+        caches=_validate.Written.of([], []),
         device=CPU,
     )
     return plan

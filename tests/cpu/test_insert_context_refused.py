@@ -49,8 +49,8 @@ REFUSED = [
     ("cos_sin_cache", None, ValueError, ["rope_dim is 64", "None"]),
     ("eps", -1.0, ValueError, ["at least 0", "-1"]),
     ("eps", None, TypeError, ["number", "NoneType"]),
-    ("is_neox", "no", TypeError, ["boolean", "str"]),
-    ("is_neox", np.array([True, False]), TypeError, ["boolean", "ndarray"]),
+    ("is_neox", "no", TypeError, ["be a bool", "str"]),
+    ("is_neox", np.array([True, False]), TypeError, ["be a bool", "ndarray"]),
     ("rounding", "none", ValueError, ["staged", "'none'"]),
     ("stream", object(), ValueError, ["host memory"]),
     (

@@ -179,6 +179,48 @@ def test_keys_in_their_own_cache_are_refused():
         indexer_k_quant_and_cache(keys, cache, np.arange(3))
 
 
+# --- insert ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kv_c", "k_pe", "slot_mapping"])
+@pytest.mark.parametrize("operation", ["insert", "bind", "concat_and_cache_mla"])
+def test_inserts_refuse_what_lies_in_a_cache(rng, operation, name):
+    pool = np.zeros((2, 8, 4, 576), F32)
+    is_single = operation == "concat_and_cache_mla"
+    leading = () if is_single else (2,)
+    given = {
+        "kv_c": rng.standard_normal((*leading, 3, 512), F32),
+        "k_pe": rng.standard_normal((*leading, 3, 64), F32),
+        "slot_mapping": np.array([4, 9, 30]),
+    }
+    value = given[name]
+    flat = pool[1].reshape(-1).view(value.dtype)
+    flat[: value.size] = value.reshape(-1)
+    given[name] = flat[: value.size].reshape(value.shape)
+    before = pool.copy()
+    cache = "kv_cache" if is_single else "kv_caches[1]"
+    with rejected(ValueError, operation, name, f"{SHARE} {cache}, got"):
+        if is_single:
+            concat_and_cache_mla(kv_cache=pool[1], **given)
+        else:
+            getattr(GroupedCacheWriter(list(pool)), operation)(**given)
+    np.testing.assert_array_equal(pool, before)
+
+
+def test_rows_between_the_caches_of_one_buffer_are_taken(rng):
+    buffer = np.zeros((5, 4, 576), F32)
+    caches, rows = list(buffer[:4].reshape(2, 2, 4, 576)), buffer[4]
+    rows[...] = rng.standard_normal(rows.shape, F32)
+    between = np.zeros((3, 2, 4, 576), F32)
+    between[1, 0] = rows
+    for first, second, source in ((*caches, rows), (between[0], between[2], between[1, 0])):
+        kv = np.broadcast_to(source, (2, 4, 576))
+        writer = GroupedCacheWriter([first, second])
+        writer.insert(kv[..., :512], kv[..., 512:], np.arange(4))
+        for cache in (first, second):
+            np.testing.assert_array_equal(cache[0], rows)
+
+
 # --- insert_context -------------------------------------------------------------------------------
 
 

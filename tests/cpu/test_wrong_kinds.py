@@ -71,10 +71,10 @@ def test_a_scale_is_a_number_or_an_array(rng, scale):
 
 @pytest.mark.parametrize("value", ["no", 1, None, np.array([True, False])], ids=repr)
 @pytest.mark.parametrize("name", ["has_indexer", "index_rope_interleave", "quantize_mqa"])
-def test_a_flag_is_a_boolean(rng, name, value):
+def test_a_flag_is_a_bool(rng, name, value):
     given = query_helpers.arguments(helpers.Backend(), query_helpers.make_query(rng))
     given[name] = value
-    with rejected(TypeError, "fused_q", name, "boolean", type(value).__name__):
+    with rejected(TypeError, "fused_q", name, "be a bool", type(value).__name__):
         fused_q(**given)
 
 
@@ -218,6 +218,13 @@ def test_tensors_without_memory_are_no_slots():
             audit_cache(cache, "float32", slots=slots)
 
 
+def test_a_tensor_without_memory_is_no_list_of_layers():
+    torch = pytest.importorskip("torch")
+    for caches in (torch.eye(3).to_sparse(), torch.zeros(1, 2, 4, 576, device="meta")):
+        with rejected(TypeError, "GroupedCacheWriter", "kv_caches", "list or tuple", "Tensor"):
+            GroupedCacheWriter(caches)
+
+
 @pytest.mark.parametrize("tokens", [2**40, 2**62, 2**63, 2**64, HUGE], ids=range(5))
 def test_more_tokens_than_memory(tokens):
     cache, table = np.zeros((2, 4, 576), F32), np.array([[1]])
@@ -304,8 +311,8 @@ def test_a_layer_that_rotates_in_another_way_is_named(rng, name, change, fragmen
         ("kv_cache", helpers.FakeDevice((2, 4, 576), "|u1"), ValueError, "same CUDA device"),
         ("kv_cache_dtype", "fp7", ValueError, "fp8_ds_mla"),
         ("kv_cache_dtype", 8, TypeError, "CacheLayout"),
-        ("rotary_emb.is_neox_style", "yes", TypeError, "boolean"),
-        ("rotary_emb.is_neox_style", np.array([True, True]), TypeError, "boolean"),
+        ("rotary_emb.is_neox_style", "yes", TypeError, "be a bool"),
+        ("rotary_emb.is_neox_style", np.array([True, True]), TypeError, "be a bool"),
     ],
 )
 def test_what_a_layer_has_of_a_wrong_kind_is_named_by_its_path(
