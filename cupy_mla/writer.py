@@ -510,4 +510,5 @@ def _given(kv_scales: Any) -> Any:
 
 
 def _written(caches: Sequence[ArrayRef]) -> _validate.Written:
-    return _validate.Written.of((f"kv_caches[{layer}]" for layer in range(len(caches))), caches)
+    names = [f"kv_caches[{layer}]" for layer in range(len(caches))]
+    return _validate.Written.of(names, caches)

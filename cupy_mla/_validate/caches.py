@@ -158,25 +158,18 @@ class Written:
 
     Attributes
     ----------
-    names : tuple of str
-        Of each cache, for messages.
-    refs : tuple of ArrayRef
-    low, high : int
-        The first byte of all caches, and the one behind the last.
+    caches : tuple of (str, ArrayRef, int, int)
+        Name for messages, cache, its first byte and the one behind its last.
     """
 
-    names: tuple[str, ...]
-    refs: tuple[ArrayRef, ...]
-    low: int
-    high: int
+    caches: tuple[tuple[str, ArrayRef, int, int], ...]
 
     @classmethod
     def of(cls, names: Iterable[str], refs: Iterable[ArrayRef]) -> Written:
-        """Find the bytes."""
-        found = tuple(refs)
-        ranges = [byte_range(ref) for ref in found if ref.size]
-        low = min((low for low, _ in ranges), default=0)
-        return cls(tuple(names), found, low, max((high for _, high in ranges), default=0))
+        """Find the bytes once, for all calls."""
+        return cls(
+            tuple((name, ref, *byte_range(ref)) for name, ref in zip(names, refs, strict=True))
+        )
 
     def check_apart(self, operation: str, *sources: tuple[str, ArrayRef | None]) -> None:
         """Refuse what is read from memory that is written.
@@ -192,8 +185,8 @@ class Written:
             if ref is None or not ref.size:
                 continue
             low, high = byte_range(ref)
-            if low < self.high and self.low < high:
-                for cache_name, cache in zip(self.names, self.refs, strict=True):
+            for cache_name, cache, first, end in self.caches:
+                if low < end and first < high:
                     check_disjoint(operation, name, ref, cache_name, cache)
 
 

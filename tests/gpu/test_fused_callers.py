@@ -162,4 +162,6 @@ def test_attention_over_fp8_ds_mla_is_that_over_bfloat16(rng):
     want = attend(q, rows_of("bfloat16", step, slots))
     got = attend(q, rows_of("fp8_ds_mla", step, slots))
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    # What is asked of the format, not a derived bound. Codes are off by 2.6 percent (notebook 3),
+    # which averages out over the rows of a head.
     assert 0 < error < 0.01
