@@ -75,15 +75,19 @@ __device__ __forceinline__ void context(const ContextParams& p) {
   }
   const u8* latent = p.kv + layer * p.kv_layer_stride + first_token * p.kv_token_stride;
   const i64 rope_offset = p.norm.lora_rank * i64{sizeof(typename Input::Bits)};
-  KeyRows<Format> rows = {
-      p.norm,  weights, p.weight + layer * p.norm.weight_stride,
-      nullptr, lane,    is_wide && is_vector_aligned(address_of(latent) | p.kv_token_stride),
-      false,   Format()};
+  KeyRows<Format> rows = {p.norm,
+                          weights,
+                          p.weight + layer * p.norm.weight_stride,
+                          lane,
+                          is_wide && is_vector_aligned(address_of(latent) | p.kv_token_stride),
+                          false,
+                          Format()};
   KeyFragment<Input> fragment;
   if (first_token < end_token) rows.load(latent, latent + rope_offset, fragment);
 
+  const u8* own_angles = nullptr;
   if (p.norm.rope.half != 0) {
-    rows.angles = find_angles(p.norm.rope, p.table, position.value(p.position_bytes));
+    own_angles = find_angles(p.norm.rope, p.table, position.value(p.position_bytes));
   }
   Tally tally = {0, 0, 0, 0};
   u8* destination = nullptr;
@@ -92,7 +96,7 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     const Ledger ledger = {p.counters + layer * kCounters, p.errors};
     const i64 slot = loaded_slot.value(p.slot_bytes);
     is_padding = slot < 0;
-    const bool has_position = p.norm.rope.half == 0 || rows.angles != nullptr;
+    const bool has_position = p.norm.rope.half == 0 || own_angles != nullptr;
     destination = claim_row(entry, ledger, layer, own_token, slot, has_position);
   }
   rows.to_vectors =
@@ -101,7 +105,7 @@ __device__ __forceinline__ void context(const ContextParams& p) {
                        p.stream_stores != 0);
   if (is_wide) weights.put(quad, p.norm.weight_type, thread);
   // Last, since nothing but the rotation needs them: what comes before would wait for them as well.
-  rows.load_angles(0, fragment);
+  rows.load_angles(shuffle_pointer(own_angles, 0), fragment);
   __syncthreads();
 
   const i32 warp_tokens = end_token - first_token;  // from the first one on
@@ -111,12 +115,13 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     const u8* next_latent = latent + warps * p.kv_token_stride;
     if ((k + 1) * warps < warp_tokens) {
       rows.load(next_latent, next_latent + rope_offset, next);
-      rows.load_angles(k + 1, next);
+      rows.load_angles(shuffle_pointer(own_angles, k + 1), next);
     }
     u8* to = shuffle_pointer(destination, k);
     const u32 before = tally.nonfinite;
     const ContextObserver<Format> observer = {rows.format, tally, p.collect_stats != 0};
-    if (to != nullptr) rows.store(latent, latent + rope_offset, k, fragment, to, observer);
+    const u8* angles = shuffle_pointer(own_angles, k);
+    if (to != nullptr) rows.store(latent, latent + rope_offset, angles, fragment, to, observer);
     if (p.collect_stats) {
       if (tally.nonfinite != before) {
         const i32 token = first_token + k * warps;

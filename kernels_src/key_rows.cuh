@@ -22,7 +22,6 @@ struct KeyRows {
   const KeyNorm& norm;
   const SharedWeights& weights;  // of latent parts of kWideRow elements
   const u8* weight;              // of others
-  const u8* angles;              // of the lane's own token
   i32 lane;
   bool from_vectors;  // of kWideRow elements each
   bool to_vectors;
@@ -39,11 +38,10 @@ struct KeyRows {
     if (lane < norm.rope.half) load_elements<Input>(norm.rope, rope, lane, fragment.pair);
   }
 
-  // Loads the angles of a key of which lane k knows where they are.
-  __device__ __forceinline__ void load_angles(i32 k, KeyFragment<Input>& fragment) const {
-    const u8* row = shuffle_pointer(angles, k);
-    if (lane < norm.rope.half && row != nullptr) {
-      load_angle(norm.rope, row, lane, fragment.pair);
+  __device__ __forceinline__ void load_angles(const u8* angles,
+                                              KeyFragment<Input>& fragment) const {
+    if (lane < norm.rope.half && angles != nullptr) {
+      load_angle(norm.rope, angles, lane, fragment.pair);
     }
   }
 
@@ -51,7 +49,7 @@ struct KeyRows {
   // it is rounded: observer.run(values) a lane's run, observer.element(i, value) what else a lane
   // has of the latent part, observer.pair(places, a, b) a pair.
   template <class Observer>
-  __device__ __forceinline__ void store(const u8* latent, const u8* rope, i32 k,
+  __device__ __forceinline__ void store(const u8* latent, const u8* rope, const u8* angles,
                                         const KeyFragment<Input>& fragment, u8* to,
                                         const Observer& observer) const {
     // Tiles are always of whole runs, which flat rows are at this width and alignment alone.
@@ -73,7 +71,7 @@ struct KeyRows {
       }
     }
     u8* rope_to = to == nullptr ? nullptr : Format::rope_of(to, norm.lora_rank);
-    rotate_key<Input>(norm, shuffle_pointer(angles, k), rope, fragment.pair, lane,
+    rotate_key<Input>(norm, angles, rope, fragment.pair, lane,
                       [&](const PairPlaces& places, float a, float b) {
                         if (rope_to != nullptr) {
                           format.store_pair(a, b, places.first, places.second, rope_to);

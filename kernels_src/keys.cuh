@@ -57,15 +57,20 @@ __device__ __forceinline__ float round_if_staged(const KeyNorm& norm, float valu
   return norm.staged ? rounded<Input>(value) : value;
 }
 
+template <class Input, int kCount>
+__device__ __forceinline__ void round_if_staged(const KeyNorm& norm, float (&values)[kCount]) {
+  if (!norm.staged) return;
+#pragma unroll
+  for (float& value : values) value = rounded<Input>(value);
+}
+
 // RMSNorm of a latent part of kWideRow elements, of which the lane has a run.
 template <class Input>
 __device__ __forceinline__ void norm_run(const KeyNorm& norm, const SharedWeights& weights,
                                          i32 lane, float (&values)[kRun]) {
   const float sum = sum_over_lanes(add_squares(0.0f, values));
   weights.scale(values, reciprocal_root_of_wide_row(sum, norm.eps), lane);
-  if (!norm.staged) return;
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) values[i] = rounded<Input>(values[i]);
+  round_if_staged<Input>(norm, values);
 }
 
 // The same for any width and any address: calls store(i, y) for the elements that the lane has.

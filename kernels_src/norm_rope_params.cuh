@@ -44,36 +44,37 @@ struct NormRopeParams {
   u64* counters;        // [kNormRopeCaches][kCounters], or null
   ErrorRecord* errors;  // [kNormRopeCaches][kErrorKinds], null with `counters`
 
-  i64 q_c_stride;  // bytes a token
-  i64 kv_c_stride;
-  i64 k_pe_stride;
-  i64 index_k_stride;
-  i64 topk_stride;
-  i64 q_c_out_stride;
-  i64 kv_c_out_stride;
-  i64 k_pe_out_stride;
-
-  KeyNorm key;
-  RopeTable index_rope;
-  LayerEntry mla;  // without its address, as the other two
-  IndexCache index;
-
+  // Scalars by who reads them: each line of the constant cache that a block touches costs it time.
   i32 tokens;
   i32 position_bytes;
-  i32 slot_bytes;
-  i32 index_slot_bytes;
-  i32 q_width;
-  i32 q_weight_type;  // NumberType, as the other two
-  i32 index_weight_type;
-  i32 index_bias_type;
-  float q_eps;
-  float index_eps;
-  i32 topk_bytes;    // of a row
-  i32 block_tokens;  // consecutive tokens of a thread block, at most 32 a warp
-  Divisor parts;     // thread blocks that share tokens
+  Divisor parts;  // thread blocks that share tokens
   i32 part_kinds[kNormRopeParts];
   i32 stream_stores;  // 1: what is written exceeds the L2 cache
-  i32 reserved;       // no holes: the size is a multiple of 16 bytes
+
+  i32 q_width;
+  i32 q_weight_type;  // NumberType, as the other two
+  float q_eps;
+  i32 topk_bytes;  // of a row
+  i32 slot_bytes;  // of the MLA cache's
+  i64 q_c_stride;  // bytes a token, as the others
+  i64 q_c_out_stride;
+  i64 topk_stride;
+
+  i64 kv_c_stride;
+  i64 k_pe_stride;
+  i64 kv_c_out_stride;
+  i64 k_pe_out_stride;
+  KeyNorm key;
+  LayerEntry mla;  // without its address, as the other two
+
+  i64 index_k_stride;
+  i32 index_slot_bytes;
+  i32 index_weight_type;
+  i32 index_bias_type;
+  float index_eps;
+  i64 reserved;  // no holes: entries lie at multiples of 16 bytes
+  RopeTable index_rope;
+  IndexCache index;
 };
 
 }  // namespace cupy_mla

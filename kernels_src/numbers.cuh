@@ -96,7 +96,7 @@ __device__ __forceinline__ void load_numbers(const u8* numbers, i32 type, float 
   }
 }
 
-// From an address of vector alignment.
+// As many as a vector holds of 16 or 32 bits, from an address of their own alignment.
 template <int kCount>
 __device__ __forceinline__ void load_numbers_by_vectors(const u8* numbers, i32 type,
                                                         float (&values)[kCount]) {
@@ -108,13 +108,23 @@ __device__ __forceinline__ void load_numbers_by_vectors(const u8* numbers, i32 t
     widen_vectors<Float32>(vectors, values);
     return;
   }
-  uint4 vectors[kCount / 8];
-#pragma unroll
-  for (int i = 0; i < kCount / 8; ++i) vectors[i] = source[i];
-  if (type == kBfloat16) {
-    widen_vectors<Bfloat16>(vectors, values);
+  u32 words[kCount / 2];
+  if constexpr (kCount == 8) {
+    const uint4 vector = *source;
+    words[0] = vector.x;
+    words[1] = vector.y;
+    words[2] = vector.z;
+    words[3] = vector.w;
   } else {
-    widen_vectors<Float16>(vectors, values);
+    static_assert(kCount == 4, "a vector or half of one");
+    const u64 both = *reinterpret_cast<const u64*>(numbers);
+    words[0] = static_cast<u32>(both);
+    words[1] = static_cast<u32>(both >> 32);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    values[2 * i] = widen_number(words[i] & 0xFFFFu, type);
+    values[2 * i + 1] = widen_number(words[i] >> 16, type);
   }
 }
 

@@ -165,7 +165,14 @@ def _lanes(specialisation: Specialisation, lora_rank: int, rope_dim: int) -> int
     return -(-units // turns)
 
 
-def warp_rows_shape(operation: str, *, layers: int, tokens: int, sm_count: int) -> LaunchShape:
+def warp_rows_shape(
+    operation: str,
+    *,
+    layers: int,
+    tokens: int,
+    sm_count: int,
+    most_turns: int = _MOST_ROW_TURNS,
+) -> LaunchShape:
     """Choose the grid of a kernel whose warps take a row each, one after the other.
 
     Parameters
@@ -176,6 +183,8 @@ def warp_rows_shape(operation: str, *, layers: int, tokens: int, sm_count: int) 
         At least 1.
     sm_count : int
         Multiprocessors of the device.
+    most_turns : int
+        Rows that a warp takes at most.
 
     Examples
     --------
@@ -193,7 +202,7 @@ def warp_rows_shape(operation: str, *, layers: int, tokens: int, sm_count: int) 
         return layers * -(-tokens // block_tokens)
 
     turns = 1
-    while turns < _MOST_ROW_TURNS and (
+    while turns < most_turns and (
         blocks(ROW_WARPS * turns) > _WAVE_ROW_BLOCKS * turns**2 * sm_count
     ):
         turns *= 2

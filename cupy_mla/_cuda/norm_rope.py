@@ -248,12 +248,16 @@ def prepare(device: Device, plan: NormRopePlan, target: NormRopeTarget) -> Prepa
         return None
     arguments = _arguments(plan, target)
     parts = _parts(plan)
+    # A token a warp: another one's way from memory would not be shorter, and takes registers.
     shape = warp_rows_shape(
-        plan.operation, layers=len(parts), tokens=plan.tokens, sm_count=device.sm_count
+        plan.operation,
+        layers=len(parts),
+        tokens=plan.tokens,
+        sm_count=device.sm_count,
+        most_turns=1,
     )
     arguments["parts"] = params.divisor(len(parts))
     arguments["part_kinds"][0, : len(parts)] = parts
-    arguments["block_tokens"] = shape.block_tokens
     arguments["stream_stores"] = _written_bytes(plan) > device.l2_bytes
     special, layout = specialisation(plan.layer, plan.input_dtype.name)
     function = load(device, special, layout)
