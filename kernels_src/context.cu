@@ -120,8 +120,10 @@ __device__ __forceinline__ void context(const ContextParams& p) {
     u8* to = shuffle_pointer(destination, k);
     const u32 before = tally.nonfinite;
     const ContextObserver<Format> observer = {rows.format, tally, p.collect_stats != 0};
-    const u8* angles = shuffle_pointer(own_angles, k);
-    if (to != nullptr) rows.store(latent, latent + rope_offset, angles, fragment, to, observer);
+    if (to != nullptr) {
+      rows.store_latent(latent, fragment, to, observer);
+      rows.store_rope(latent + rope_offset, shuffle_pointer(own_angles, k), fragment, to, observer);
+    }
     if (p.collect_stats) {
       if (tally.nonfinite != before) {
         const i32 token = first_token + k * warps;

@@ -120,14 +120,7 @@ __device__ __forceinline__ void load_words_now(const void* source, i32 bytes, u3
       : "l"(source), "r"(bytes));
 }
 
-// Asks for memory that is read soon.
-__device__ __forceinline__ void prefetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 #else
-
-__device__ inline void prefetch(const void*) {}
 
 __device__ inline void load_words_now(const void* source, i32 bytes, u32& low, u32& high) {
   if (&low == &high) __builtin_trap();  // one register for both would lose a word

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "keys.cuh"
-#include "lanes.cuh"
 #include "norm.cuh"
 #include "rope.cuh"
 #include "types.cuh"
@@ -45,13 +44,12 @@ struct KeyRows {
     }
   }
 
-  // Works on it; it goes to `to`, unless that is null. The observer is shown what is stored before
-  // it is rounded: observer.run(values) a lane's run, observer.element(i, value) what else a lane
-  // has of the latent part, observer.pair(places, a, b) a pair.
+  // Works on the latent part; it goes to `to`, the row, unless that is null. The observer is shown
+  // what is stored before it is rounded: observer.run(values) a lane's run, observer.element(i,
+  // value) what else a lane has of it.
   template <class Observer>
-  __device__ __forceinline__ void store(const u8* latent, const u8* rope, const u8* angles,
-                                        const KeyFragment<Input>& fragment, u8* to,
-                                        const Observer& observer) const {
+  __device__ __forceinline__ void store_latent(const u8* latent, const KeyFragment<Input>& fragment,
+                                               u8* to, const Observer& observer) const {
     // Tiles are always of whole runs, which flat rows are at this width and alignment alone.
     const bool by_runs =
         Format::kTiled || (from_vectors && (to == nullptr || (to_vectors && format.takes_runs())));
@@ -70,6 +68,13 @@ struct KeyRows {
         });
       }
     }
+  }
+
+  // The same for the rotary part: observer.pair(places, a, b) a pair.
+  template <class Observer>
+  __device__ __forceinline__ void store_rope(const u8* rope, const u8* angles,
+                                             const KeyFragment<Input>& fragment, u8* to,
+                                             const Observer& observer) const {
     u8* rope_to = to == nullptr ? nullptr : Format::rope_of(to, norm.lora_rank);
     rotate_key<Input>(norm, angles, rope, fragment.pair, lane,
                       [&](const PairPlaces& places, float a, float b) {

@@ -91,7 +91,8 @@ __device__ __forceinline__ void store_key(const NormRopeParams& p, const WarpTok
       p.k_pe_out == nullptr ? nullptr : p.k_pe_out + token.index * p.k_pe_out_stride, token.lane,
       is_vector_aligned(address_of(p.kv_c_out) | p.kv_c_out_stride)};
   if (to == nullptr && outputs.latent == nullptr && outputs.rope == nullptr) return;
-  rows.store(latent, rope, angles, fragment, to, outputs);
+  rows.store_latent(latent, fragment, to, outputs);
+  rows.store_rope(rope, angles, fragment, to, outputs);
 }
 
 }  // namespace cupy_mla

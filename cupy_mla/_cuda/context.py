@@ -13,7 +13,7 @@ from . import params, params_fused, registry
 from .compiler import load
 from .device import Device
 from .geometry import warp_rows_shape
-from .prepared import PreparedLaunch
+from .prepared import PreparedLaunch, together
 from .target import CudaTarget, LayerGroup
 
 Array = np.ndarray[Any, Any]
@@ -65,15 +65,7 @@ class PreparedContext:
 
         Not for a list of slots.
         """
-        runs = [launch.by_address(current_stream) for launch, _ in self._launches]
-        if len(runs) == 1:
-            return runs[0]
-
-        def run(*addresses: int) -> None:
-            for one in runs:
-                one(*addresses)
-
-        return run
+        return together([launch.by_address(current_stream) for launch, _ in self._launches])
 
 
 def prepare(

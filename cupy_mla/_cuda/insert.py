@@ -18,6 +18,7 @@ from . import params, registry
 from .compiler import load
 from .device import Arguments, Device
 from .geometry import insert_shape
+from .prepared import together
 from .target import CallTarget, CudaTarget, LayerGroup, layer_entry
 
 Array = np.ndarray[Any, Any]
@@ -179,31 +180,19 @@ class PreparedInsert:
 
     def by_address(self, current_stream: Callable[[], int]) -> Callable[[int, int, int], None]:
         """Return what launches by the addresses of kv_c, k_pe and slots, which is no list."""
-        return _together([launch.by_address(current_stream) for launch in self._launches])
+        return together([launch.by_address(current_stream) for launch in self._launches])
 
     def with_pair(
         self, current_stream: Callable[[], int], offset: int
     ) -> Callable[[int, int, int, int, int], None]:
         """Return what launches by the addresses of kv_c, k_pe, caches, slots and scales."""
-        return _together([launch.with_pair(current_stream, offset) for launch in self._launches])
+        return together([launch.with_pair(current_stream, offset) for launch in self._launches])
 
     def fixed(
         self, current_stream: Callable[[], int], addresses: tuple[int, int, int]
     ) -> Callable[[], None]:
         """Return what launches with these addresses, without a list of slots."""
-        return _together([launch.fixed(current_stream, addresses) for launch in self._launches])
-
-
-def _together(runs: list[Callable[..., None]]) -> Callable[..., None]:
-    """Return the only one, or all of them one after the other."""
-    if len(runs) == 1:
-        return runs[0]
-
-    def run(*addresses: int) -> None:
-        for one in runs:
-            one(*addresses)
-
-    return run
+        return together([launch.fixed(current_stream, addresses) for launch in self._launches])
 
 
 def prepare(device: Device, plan: InsertPlan, target: CudaTarget | CallTarget) -> PreparedInsert:

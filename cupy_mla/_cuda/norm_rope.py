@@ -33,7 +33,10 @@ Array = np.ndarray[Any, Any]
 #: Places of counters and error records: the MLA cache's and the indexer cache's.
 _PLACES = 2
 #: Addresses that the kernel's arguments begin with: a step's, then a layer's.
-_STEP, _ADDRESSES = 11, 21
+_STEP, _ADDRESSES = (
+    (params_fused.NORM_ROPE_PARAMS.dtype.names or ()).index(behind)
+    for behind in ("q_weight", "counters")
+)
 
 
 class NormRopeTarget:

@@ -97,6 +97,18 @@ class PreparedLaunch:
         return run
 
 
+def together(runs: list[Callable[..., None]]) -> Callable[..., None]:
+    """Return the only one, or all of them one after the other."""
+    if len(runs) == 1:
+        return runs[0]
+
+    def run(*addresses: int) -> None:
+        for one in runs:
+            one(*addresses)
+
+    return run
+
+
 class Known:
     """What was made once for a key, found again by it."""
 
