@@ -6,13 +6,12 @@ documentation shows, and the constants printed in front of a CUDA source.
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from . import dtypes
+from . import _byte_map, dtypes
 from .dtypes import DType
 from .errors import check_integer, reject_type, reject_value
 
@@ -307,34 +306,6 @@ class CacheLayout:
             ],
         }
 
-    def _title(self) -> str:
-        scales = f", {self.scale_format} scales" if self.scale_format else ""
-        place = ", row r in a block of B rows" if self.is_planar else ""
-        return (
-            f"{self.name}: {self.row_bytes} bytes a row{place} "
-            f"(kv_lora_rank {self.kv_lora_rank}, rope_dim {self.rope_dim}{scales})"
-        )
-
-    def _place(self, field: LayoutField) -> str:
-        """Say where a part lies: in the row, or in a block of B rows of which this is row r."""
-        if not self.is_planar:
-            return f"[{field.offset}, {field.end})"
-        plane = self.planes[field.plane]
-        start = f"{plane.offset}*B + " if plane.offset else ""
-        shift = f" + {field.offset - plane.offset}" if field.offset > plane.offset else ""
-        return f"{start}{plane.nbytes}*r{shift}"
-
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        return [
-            (
-                self._place(field),
-                field.name,
-                f"{field.count} x {field.dtype.name}",
-                field.note,
-            )
-            for field in self.fields
-        ]
-
     def describe(self) -> str:
         """Return the byte map as plain text.
 
@@ -346,32 +317,11 @@ class CacheLayout:
           [512, 528)  scale  4 x float32          one a tile of 128
           [528, 656)  rope   64 x bfloat16        as it is
         """
-        table = self._rows()
-        widths = [max(len(row[i]) for row in table) for i in range(3)]
-        lines = [
-            "  " + "  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]])
-            for row in table
-        ]
-        return "\n".join([self._title(), *lines])
+        return _byte_map.as_text(self)
 
     def _repr_html_(self) -> str:
-        """Byte map for Jupyter: a bar to scale, and the table of the fields."""
-        colours = {"nope": "#4c78a8", "scale": "#f58518", "rope": "#54a24b"}
-        bar = "".join(
-            f'<div title="{field.name} [{field.offset}, {field.end})" style="width:'
-            f'{100 * field.nbytes / self.row_bytes:.2f}%;background:{colours[field.name]}"></div>'
-            for field in self.fields
-        )
-        cells = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self._rows()
-        )
-        return (
-            f"<div><b>{html.escape(self._title())}</b>"
-            f'<div style="display:flex;height:1.2em;max-width:40em">{bar}</div>'
-            "<table><tr><th>bytes</th><th>part</th><th>elements</th><th>read as</th></tr>"
-            f"{cells}</table></div>"
-        )
+        """Byte map for Jupyter."""
+        return _byte_map.as_html(self)
 
     def cuda_constants(self) -> str:
         """Return the C++ constants that are printed in front of a kernel's source.

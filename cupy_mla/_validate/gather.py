@@ -12,6 +12,7 @@ from cupy_mla._plan import BlockTable, BlockTablePlan, CachePlan, GatherPlan, In
 from cupy_mla.dtypes import DType
 from cupy_mla.errors import check_integer, reject_value
 
+from .caches import Written
 from .checks import (
     array,
     check_aligned,
@@ -89,7 +90,9 @@ def gather(
     plan = GatherPlan(
         operation, place[0], cache_plan, rows, tokens, stride, dtype, zero_unowned=out is None
     )
-    if ref is None and tokens is not None:
+    if ref is not None:
+        _check_indices_apart(operation, ((names[1], ref),), arrays, first_name)
+    elif tokens is not None:
         plan.check_room("num_tokens", tokens)
     return plan, arrays, ref
 
@@ -130,10 +133,29 @@ def gather_indexer(
     rows, arrays = _block_table(
         operation, table, cu_seq_lens, None, None, False, "cu_seq_lens", place
     )
+    outputs = (("dst_k", codes), ("dst_scale", scales))
+    _check_indices_apart(operation, outputs, arrays, "cu_seq_lens")
     plan = IndexerGatherPlan(
         operation, place[0], cache_plan, rows, tokens, codes.strides[0], scales.strides[0]
     )
     return plan, arrays, codes, scales
+
+
+def _check_indices_apart(
+    operation: str,
+    outputs: Sequence[tuple[str, ArrayRef]],
+    arrays: BlockTable,
+    first_name: str,
+) -> None:
+    """Refuse index arrays that lie in what is written."""
+    names, refs = zip(*outputs, strict=True)
+    Written.of(names, refs).check_apart(
+        operation,
+        ("block_table", arrays.table),
+        (first_name, arrays.first),
+        ("seq_starts", arrays.start),
+        ("token_to_seq", arrays.owner),
+    )
 
 
 def _destination(

@@ -31,14 +31,17 @@ Place = tuple[DeviceId, str]
 
 
 def number(operation: str, argument: str, value: Any, *, least: float | None = None) -> float:
-    """Return a finite number as the float32 that kernels take."""
+    """Return a finite number as the float32 that kernels take; -0.0 as the 0.0 it is equal to.
+
+    Calls and plans are known again by equality.
+    """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
         reject_type(operation, argument, "be a real number", type(value).__name__)
     single = single_of(value)
     if not math.isfinite(single) or (least is not None and single < least):
         wanted = "be finite" if least is None else f"be finite and at least {least:g}"
         reject_value(operation, argument, f"{wanted} (as float32)", value)
-    return single
+    return single + 0.0
 
 
 def rounding(operation: str, value: object) -> Rounding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from cupy_mla.layouts import LAYOUT_NAMES, SCALE_FORMATS, get_layout
+from cupy_mla.layouts import INDEXER_LAYOUT, LAYOUT_NAMES, SCALE_FORMATS, get_layout
 
 JSON_HELP = "print one JSON document on stdout and nothing else"
 
@@ -26,19 +26,26 @@ def integer(least: int) -> Callable[[str], int]:
 
 
 def layout_name(text: str) -> str:
-    """Argument type for the name of a layout; ``fp8`` becomes ``fp8_e4m3``."""
+    """Argument type for the name of a layout of whole rows; ``fp8`` becomes ``fp8_e4m3``."""
+    return _known_layout(text, LAYOUT_NAMES)
+
+
+def any_layout_name(text: str) -> str:
+    """Argument type for the name of any layout, the indexer's too."""
+    return _known_layout(text, (*LAYOUT_NAMES, INDEXER_LAYOUT))
+
+
+def _known_layout(text: str, names: tuple[str, ...]) -> str:
     try:
         # "auto" stands for the dtype of a cache, and there is none here.
         name = "auto" if text == "auto" else get_layout(text).name
     except ValueError:
         name = text
-    if name not in LAYOUT_NAMES:
-        raise argparse.ArgumentTypeError(_unknown_layout(text))
+    if name not in names:
+        raise argparse.ArgumentTypeError(
+            f"unknown layout {text!r} (choose from {', '.join(names)}; fp8 is fp8_e4m3)"
+        )
     return name
-
-
-def _unknown_layout(text: str) -> str:
-    return f"unknown layout {text!r} (choose from {', '.join(LAYOUT_NAMES)}; fp8 is fp8_e4m3)"
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,10 @@ import argparse
 import sys
 from typing import Any
 
+from cupy_mla import _byte_map
 from cupy_mla.cli import _arguments, _console
 from cupy_mla.cli._console import Column
-from cupy_mla.layouts import LAYOUT_NAMES, CacheLayout, get_layout
+from cupy_mla.layouts import INDEXER_LAYOUT, LAYOUT_NAMES, CacheLayout, get_layout
 
 SUMMARY = "byte maps of the cache formats"
 DESCRIPTION = (
@@ -17,7 +18,7 @@ DESCRIPTION = (
 )
 EXAMPLES = (
     "cupy-mla layouts",
-    "cupy-mla layouts fp8_ds_mla --scale-format ue8m0",
+    "cupy-mla layouts fp8_ds_mla indexer_fp8 --scale-format ue8m0",
     "cupy-mla layouts bfloat16 fp8 --layers 61 --tokens 131072",
     "cupy-mla layouts --kv-lora-rank 256 --rope-dim 0 --markdown",
 )
@@ -38,9 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names",
         nargs="*",
-        type=_arguments.layout_name,
+        type=_arguments.any_layout_name,
         metavar="NAME",
-        help=f"{', '.join(LAYOUT_NAMES)}, or fp8 for fp8_e4m3 (default: all)",
+        help=(
+            f"{', '.join(LAYOUT_NAMES)}, or fp8 for fp8_e4m3 (default: all of these); "
+            f"{INDEXER_LAYOUT}, keys of the sparse indexer, of one size"
+        ),
     )
     parser.add_argument(
         "--kv-lora-rank",
@@ -111,15 +115,11 @@ def _chosen(args: argparse.Namespace) -> tuple[list[CacheLayout], dict[str, str]
     return layouts, skipped
 
 
-def _title(layout: CacheLayout) -> str:
-    return layout.describe().splitlines()[0]
-
-
 def _field_rows(layout: CacheLayout) -> list[list[str]]:
     return [
         [
             field.name,
-            str(field.offset),
+            _byte_map.place(layout, field),
             str(field.nbytes),
             field.dtype.name,
             str(field.count),
@@ -185,7 +185,7 @@ def _print(args: argparse.Namespace, layouts: list[CacheLayout], skipped: dict[s
     for number, layout in enumerate(layouts):
         if number:
             out.print()
-        out.print(_title(layout), style="bold")
+        out.print(_byte_map.title(layout), style="bold")
         _console.print_table(out, _FIELD_COLUMNS, _field_rows(layout))
     if args.layers is not None or args.tokens is not None:
         out.print()
@@ -208,7 +208,7 @@ def _markdown(args: argparse.Namespace, layouts: list[CacheLayout], skipped: dic
     parts = []
     for layout in layouts:
         table = _markdown_table(list(_FIELD_COLUMNS), _field_rows(layout))
-        parts.append("\n".join([f"**{_title(layout)}**", "", *table]))
+        parts.append("\n".join([f"**{_byte_map.title(layout)}**", "", *table]))
     if args.layers is not None or args.tokens is not None:
         table = _markdown_table(*_memory_table(args, layouts))
         parts.append("\n".join(["**Memory, without padding between blocks**", "", *table]))

@@ -32,6 +32,22 @@ def test_layouts_prints_the_fields_of_fp8_ds_mla(capsys):
     ]
 
 
+def test_layouts_says_where_a_block_keeps_the_indexer_s_keys_and_scales(capsys):
+    assert main(["layouts", "indexer_fp8", "--layers", "61"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("indexer_fp8: 132 bytes a row, row r in a block of B rows")
+    assert [row[:5] for row in table_rows(text, "Part")][:2] == [
+        ["nope", "128*r", "128", "float8_e4m3fn", "128"],
+        ["scale", "128*B + 4*r", "4", "float32", "1"],
+    ]
+    assert f"{61 * 132:,}" in text
+    assert main(["layouts", "indexer_fp8", "--markdown"]) == 0
+    assert "| scale | 128*B + 4*r | 4 | float32 | 1 | one a row |" in capsys.readouterr().out
+    _, document = run_json(capsys, "layouts", "indexer_fp8")
+    (layout,) = document["layouts"]
+    assert [(part["offset"], part["plane"]) for part in layout["fields"]] == [(0, 0), (128, 1)]
+
+
 @pytest.mark.parametrize("arguments", [[], ["fp8_ds_mla", "float16"], ["--kv-lora-rank", "7"]])
 def test_layouts_table_json_and_markdown_say_the_same(capsys, arguments):
     status, document = run_json(capsys, "layouts", *arguments)

@@ -177,6 +177,17 @@ def test_scales_of_an_indexer_query(backend, rng, amax, scale):
     assert np.all(code == oracle.encode_fp8(np.array([-amax], F32), scale, "fp8_e4m3"))
 
 
+def test_factors_that_are_equal_give_equal_weights(backend, rng):
+    """Calls are known again by equality, and 0.0 == -0.0: the sign of a zero must not matter."""
+    query = make_query(rng, tokens=2, dtype=F32)
+    bits = []
+    for factor in (0.0, -0.0):
+        given = arguments(backend, query, index_weights_head_scale=factor)
+        bits.append(backend.to_numpy(fused_q(**given)[1]).view(np.uint32).tolist())
+    assert bits[0] == bits[1]
+    assert {0, 1 << 31} >= set(np.ravel(bits[0]).tolist())
+
+
 def test_nan_does_not_decide_the_scale(backend, rng):
     query = make_query(rng, tokens=1, index_heads=1, dtype=F32)
     query.index_q = np.ones((1, 1, 128), F32)

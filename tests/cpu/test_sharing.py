@@ -10,8 +10,11 @@ from cupy_mla import (
     GroupedCacheWriter,
     _validate,
     concat_and_cache_mla,
+    cp_gather_indexer_k_quant_cache,
     fused_norm_rope,
     fused_q,
+    gather_and_maybe_dequant_cache,
+    gather_cache,
     get_layout,
     indexer_k_quant_and_cache,
     read_slots,
@@ -219,6 +222,56 @@ def test_rows_between_the_caches_of_one_buffer_are_taken(rng):
         writer.insert(kv[..., :512], kv[..., 512:], np.arange(4))
         for cache in (first, second):
             np.testing.assert_array_equal(cache[0], rows)
+
+
+# --- gather ---------------------------------------------------------------------------------------
+
+
+def in_the_front_of(out: np.ndarray, values: list) -> np.ndarray:
+    """Put an index array into the first bytes of an output."""
+    array = np.array(values, np.int32)
+    found = out.reshape(-1).view(np.int32)[: array.size].reshape(array.shape)
+    found[...] = array
+    return found
+
+
+@pytest.mark.parametrize("name", ["block_table", "cu_seq_lens", "seq_starts"])
+def test_gathers_refuse_indices_that_lie_in_out(name):
+    out = np.zeros((4, 576), F32)
+    given = {"block_table": [[1, 0]], "cu_seq_lens": [0, 4], "seq_starts": [1]}
+    arrays = {key: np.array(values, np.int32) for key, values in given.items()}
+    arrays[name] = in_the_front_of(out, given[name])
+    before = out.copy()
+    with rejected(ValueError, "gather_cache", name, f"{SHARE} out, got"):
+        gather_cache(np.ones((2, 4, 576), F32), **arrays, out=out)
+    np.testing.assert_array_equal(out, before)
+
+
+def test_gathers_refuse_owners_that_lie_in_the_destination():
+    dst = np.zeros((4, 576), F32)
+    owners = in_the_front_of(dst, [0, 0, 0, 0])
+    table, cu_seq_lens = np.array([[1, 0]], np.int32), np.array([0, 4], np.int32)
+    cache = np.ones((2, 4, 576), F32)
+    operation = "gather_and_maybe_dequant_cache"
+    with rejected(ValueError, operation, "token_to_seq", f"{SHARE} dst, got"):
+        gather_and_maybe_dequant_cache(cache, dst, table, cu_seq_lens, owners, 4, "auto", None)
+    assert not dst.any()
+
+
+@pytest.mark.parametrize("name", ["dst_k", "dst_scale"])
+def test_gathers_of_indexer_keys_refuse_indices_that_lie_in_an_output(name):
+    outputs = {"dst_k": np.zeros((4, 128), np.uint8), "dst_scale": np.zeros((4, 1), F32)}
+    table = in_the_front_of(outputs[name], [[1, 0]])
+    operation = "cp_gather_indexer_k_quant_cache"
+    with rejected(ValueError, operation, "block_table", f"{SHARE} {name}, got"):
+        cp_gather_indexer_k_quant_cache(
+            np.ones((2, 4, 132), np.uint8),
+            block_table=table,
+            cu_seq_lens=np.array([0, 4], np.int32),
+            **outputs,
+        )
+    np.testing.assert_array_equal(table, [[1, 0]])
+    assert sum(int(np.count_nonzero(out.view(np.uint8))) for out in outputs.values()) == 1
 
 
 # --- insert_context -------------------------------------------------------------------------------
