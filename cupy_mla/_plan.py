@@ -174,6 +174,10 @@ class Target(Protocol):
         """Return what was recorded since the last call, and arm the records again."""
 
 
+#: Kinds of `ErrorRecord`, in the order in which they are told; the values of ``ErrorKind``.
+ERROR_KINDS = ("slot", "position", "nonfinite")
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """The first event of its kind: ``slot`` (out of range), ``position`` or ``nonfinite``."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_mla._arrays import ArrayRef
-from cupy_mla._plan import COUNTERS, COUNTERS_ALWAYS, ErrorRecord
+from cupy_mla._plan import COUNTERS, COUNTERS_ALWAYS, ERROR_KINDS, ErrorRecord
 from cupy_mla._plan_fused import (
     NormRopeInputs,
     NormRopeLayer,
@@ -63,7 +63,7 @@ class NormRopeTarget:
         self.prepared = Known()
         self._counters = device.allocate(_PLACES * len(COUNTERS) * 8)
         self._errors = device.allocate(
-            _PLACES * len(params.ERROR_KINDS) * params.ERROR_RECORD.dtype.itemsize
+            _PLACES * len(ERROR_KINDS) * params.ERROR_RECORD.dtype.itemsize
         )
         self.counters_ptr, self.errors_ptr = self._counters.ptr, self._errors.ptr
         for memory in (self._counters, self._errors):
@@ -123,7 +123,7 @@ class NormRopeTarget:
         raw = self.device.download(self._errors, self.stream()).view(params.ERROR_RECORD.dtype)
         found = [
             ErrorRecord(kind, int(record["layer"]), int(record["token"]), int(record["slot"]))
-            for kind, record in zip(params.ERROR_KINDS * _PLACES, raw, strict=True)
+            for kind, record in zip(ERROR_KINDS * _PLACES, raw, strict=True)
             if record["claimed"]
         ]
         if found:
@@ -251,7 +251,7 @@ def prepare(device: Device, plan: NormRopePlan, target: NormRopeTarget) -> Prepa
         return None
     arguments = _arguments(plan, target)
     parts = _parts(plan)
-    # A token a warp: another one's way from memory would not be shorter, and takes registers.
+    # A token a warp, which the kernel counts on: keeping place for a second one takes registers.
     shape = warp_rows_shape(
         plan.operation,
         layers=len(parts),

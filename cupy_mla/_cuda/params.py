@@ -178,9 +178,6 @@ ELEMENT_KINDS = {
     "float8_e5m2": 4,
 }
 
-#: Kinds of `ERROR_RECORD`, in the order in which the records of a writer lie.
-ERROR_KINDS = ("slot", "position", "nonfinite")
-
 
 def divisor(value: int) -> tuple[int, int, int]:
     """Return the members of a ``Divisor``: exact for all dividends below 2**31.

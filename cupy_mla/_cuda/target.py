@@ -17,6 +17,7 @@ from cupy_mla._arrays import ArrayRef
 from cupy_mla._plan import (
     COUNTERS,
     COUNTERS_ALWAYS,
+    ERROR_KINDS,
     CachePlan,
     ErrorRecord,
     Scale,
@@ -144,7 +145,7 @@ class CudaTarget:
         self._num_layers = len(plans)
         self._table = device.allocate(len(plans) * params.LAYER_ENTRY.dtype.itemsize)
         self._counters = device.allocate(len(plans) * len(COUNTERS) * 8)
-        self._errors = device.allocate(len(params.ERROR_KINDS) * params.ERROR_RECORD.dtype.itemsize)
+        self._errors = device.allocate(len(ERROR_KINDS) * params.ERROR_RECORD.dtype.itemsize)
         self.entry = params.LAYER_ENTRY.zeros()
         self.caches, self._plans, self._scales = tuple(caches), tuple(plans), tuple(scales)
         self.framework = self.caches[0].framework
@@ -226,7 +227,7 @@ class CudaTarget:
         raw = self.device.download(self._errors, self.stream()).view(params.ERROR_RECORD.dtype)
         found = [
             ErrorRecord(kind, int(record["layer"]), int(record["token"]), int(record["slot"]))
-            for kind, record in zip(params.ERROR_KINDS, raw, strict=True)
+            for kind, record in zip(ERROR_KINDS, raw, strict=True)
             if record["claimed"]
         ]
         if found:

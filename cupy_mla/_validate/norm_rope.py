@@ -35,6 +35,8 @@ from .operands import (
 from .scales import layer_scale
 
 _OWNER = "q_rms_norm_w"
+#: Elements of a row: kernels count its bytes, as float32 or int64, in 32 bits.
+_MOST_ELEMENTS = 2**28 - 1
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ def norm_rope_layer(
     q_weight = operand(operation, "q_rms_norm_w", q_weight, ("Q",), place)
     kv_weight = operand(operation, "kv_rms_norm_w", given.kv_rms_norm_w, ("R",), place)
     for argument, ref in (("q_rms_norm_w", q_weight), ("kv_rms_norm_w", kv_weight)):
-        if not ref.shape[0]:
-            reject_value(operation, argument, "have at least one element", shape_text(ref.shape))
+        if not 1 <= ref.shape[0] <= _MOST_ELEMENTS:
+            wanted = f"have 1 to {_MOST_ELEMENTS} elements"
+            reject_value(operation, argument, wanted, shape_text(ref.shape))
     k_table = None
     if given.k_rope_cos_sin_cache is not None:
         argument = "k_rope_cos_sin_cache"
@@ -254,6 +257,13 @@ def norm_rope_step(
             tokens=tokens,
             allowed=dtypes.INDEX_DTYPES,
         )
+        if topk.shape[1] > _MOST_ELEMENTS:
+            reject_value(
+                operation,
+                "topk_indices_buffer",
+                f"have at most {_MOST_ELEMENTS} columns",
+                shape_text(topk.shape),
+            )
     indexer_slots = None
     if layer.indexer_cache is not None:
         indexer_slots = slots

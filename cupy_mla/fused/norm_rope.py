@@ -363,10 +363,13 @@ def fused_norm_rope(
     T is the number of slots, or of positions where there are none; rows behind the T-th of longer
     inputs are padding. For a slot below 0 or beyond a cache that cache keeps its bytes, and for a
     position that is not in the table too; the outputs are computed for every token, and a rotated
-    part without a position is zero.
+    part without a position is zero. Rows have fewer than 2**28 elements.
 
-    All arithmetic is float32, each operation rounded by itself, sums in the order of a fixed tree
-    (`cupy_mla.reference.norm`), so that all backends store the same bytes:
+    All arithmetic is float32, each operation rounded by itself, sums in the order of a fixed tree,
+    so that all backends store the same bytes. In a row of 512 elements or more, lane l of 32 takes
+    elements ``[16 * l, 16 * l + 16)`` of each 512, in a narrower one ``[4 * l, 4 * l + 4)`` of each
+    128, and adds its own in rising order; then lane l adds the sum of lane ``l ^ 16``, then those
+    of ``l ^ 8``, ``l ^ 4``, ``l ^ 2`` and ``l ^ 1``.
 
     - RMSNorm: ``(x * r) * w`` with ``r = 1 / sqrt(sum(x * x) / W + eps)``.
     - LayerNorm: ``((d * r) * w) + b`` with ``d = x - sum(x) / W`` and r of d as above.

@@ -12,6 +12,7 @@ from cupy_mla._arrays import ArrayRef, byte_view
 from cupy_mla._plan import (
     COUNTERS,
     COUNTERS_ALWAYS,
+    ERROR_KINDS,
     CachePlan,
     ErrorRecord,
     InsertInputs,
@@ -101,7 +102,7 @@ class HostTarget:
         """Return what was recorded since the last call, and arm the records again."""
         with self._lock:
             errors, self._errors = self._errors, {}
-        return list(errors.values())
+        return sorted(errors.values(), key=lambda error: ERROR_KINDS.index(error.kind))
 
 
 def _without_head(caches: Sequence[ArrayRef]) -> list[ArrayRef]:

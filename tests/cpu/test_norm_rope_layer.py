@@ -244,6 +244,16 @@ def test_the_object_counts_what_it_could_not_store(backend, rng):
     assert op.stats()["slots_out_of_range"].tolist() == [4, 3]
 
 
+def test_slots_are_told_before_positions(backend, rng):
+    """Whichever came first: the records of a GPU have no order in time."""
+    layer = make_layer(rng, slots=[3, 4, 5, 6, 7], positions=[0, 1, 77, 88, 2])
+    op, given = make_object(backend, layer, mla_kv_cache=make_cache(backend).array)
+    op(**step(given))
+    op(**(step(given) | {"slot_mapping": backend.array(np.array([99, 1, 2, 3, 4]))}))
+    with pytest.raises(ValueError, match=r"^check: slots lie beyond .*; positions lie beyond "):
+        op.check()
+
+
 def test_the_object_counts_zeros_for_a_cache_it_does_not_have(backend, rng):
     layer = make_layer(rng, slots=[3, 99, 5, -1, 98])
     op, given = make_object(backend, layer, mla_kv_cache=make_cache(backend).array)

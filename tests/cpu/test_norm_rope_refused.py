@@ -35,6 +35,11 @@ def bf16(*shape):
     return np.zeros(shape, oracle.BFLOAT16)
 
 
+def wide(dtype):
+    """Give more elements than a row may have; nothing touches them."""
+    return np.empty(2**28, dtype)
+
+
 REFUSED = [
     bad("positions", lambda: np.zeros(5), TypeError, "int32 or int64", "float64"),
     bad("positions", lambda: np.zeros(5, np.uint64), TypeError, "uint64"),
@@ -59,7 +64,9 @@ REFUSED = [
     bad("indexer_slot_mapping", lambda: np.zeros(4, np.int64), ValueError, "5 tokens"),
     bad("q_rms_norm_w", lambda: bf16(1, 24), ValueError, "[Q]", "[1, 24]"),
     bad("q_rms_norm_w", lambda: np.zeros(24), TypeError, "float64"),
-    bad("q_rms_norm_w", lambda: bf16(0), ValueError, "at least one"),
+    bad("q_rms_norm_w", lambda: bf16(0), ValueError, "1 to 268435455 elements", "[0]"),
+    bad("q_rms_norm_w", lambda: wide(np.float16), ValueError, "1 to 268435455", "[268435456]"),
+    bad("kv_rms_norm_w", lambda: wide(np.float16), ValueError, "1 to 268435455", "[268435456]"),
     bad("kv_rms_norm_w", lambda: None, TypeError, "NoneType"),
     bad("q_rms_eps", lambda: -1e-6, ValueError, "at least 0", "-1e-06"),
     bad("kv_rms_eps", lambda: float("nan"), ValueError, "finite", "nan"),
@@ -218,6 +225,14 @@ def test_what_does_not_fit_is_refused_and_nothing_written(
     with rejected(exception, "FusedNormRope", blamed, *fragments, caches=caches):
         run_object(given)
     assert np.all(topk == 7)
+
+
+def test_more_columns_of_indices_than_a_row_may_have_are_refused(rng):
+    backend, layer = helpers.Backend(), make_layer(rng, tokens=1)
+    given = arguments(backend, layer, topk_indices_buffer=wide(np.int32)[None])
+    expected = "have at most 268435455 columns, got [1, 268435456]"
+    with rejected(ValueError, "fused_norm_rope", "topk_indices_buffer", expected):
+        fused_norm_rope(**given)
 
 
 def test_a_layout_without_a_scale_ignores_it(backend, rng):

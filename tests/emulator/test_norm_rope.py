@@ -182,10 +182,21 @@ def test_only_what_is_wanted(rng, fmt, dtype):
 @pytest.mark.parametrize("q_dim", [1, 100, 127, 511, 512, 513, 520, 528, 1536, 2048, 2560, 7168])
 @pytest.mark.parametrize("pad", [0, 1])
 def test_query_widths(rng, dtype, q_dim, pad):
-    """In registers up to 2048 elements of 16 bits, loaded again behind them, and by element."""
+    """By vectors, of which so many are asked for at once, and by element."""
     case = make_case(rng, dtype, dtype, q_dim=q_dim, tokens=3, pad=pad, topk=None, rank=16, rope=2)
     case.mla = case.indexer = None
     case.arrays["q_rms_norm_w"] = case.arrays["q_rms_norm_w"].astype(rng.choice(NUMBERS))
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+@pytest.mark.parametrize("past", [-16, 0, 16])
+def test_a_block_shares_4_kib_of_the_querys_weights(rng, dtype, number, past):
+    q_dim = 4096 // number.itemsize + past
+    case = make_case(rng, dtype, dtype, q_dim=q_dim, tokens=5, topk=None, rank=16, rope=2)
+    case.mla = case.indexer = None
+    case.arrays["q_rms_norm_w"] = case.arrays["q_rms_norm_w"].astype(number)
     check(case)
 
 
@@ -226,14 +237,14 @@ def test_caches_off_their_vectors(rng, fmt, dtype):
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 17, 90])
-def test_blocks_and_turns(rng, tokens, emulated):  # noqa: F811
+def test_each_part_has_a_warp_a_token(rng, tokens, emulated):  # noqa: F811
     case = make_case(rng, "fp8_e4m3", "bfloat16", tokens=tokens, q_dim=512)
     del emulated.launches[:]
     check(case)
     assert len(emulated.launches) == 2  # a launch a call
     _, grid, block = emulated.launches[0]
     assert block == (32, 4)
-    assert grid * 4 >= tokens
+    assert grid == 3 * -(-tokens // 4)
 
 
 def test_a_launch_is_prepared_once(rng, emulated, monkeypatch):  # noqa: F811
