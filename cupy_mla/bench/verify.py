@@ -11,9 +11,10 @@ import numpy as np
 from .machine import Machine
 from .problem import Array, Arrays, Operation, Problem, spoil
 
-#: The reference is compared with a second calculation up to so many tokens: it is the same code for
-#: more, and takes seconds for them.
+#: The reference is compared with a second calculation up to so many tokens and layers: it is the
+#: same code for more, and takes seconds, and memory, for them.
 REFERENCE_TOKENS = 1024
+REFERENCE_LAYERS = 64
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,11 @@ class HostArrays:
 
 def checked_problem(problem: Problem) -> Problem:
     """Return the problem at whose size the reference is checked for another one."""
-    return replace(problem, tokens=min(problem.tokens, REFERENCE_TOKENS))
+    return replace(
+        problem,
+        tokens=min(problem.tokens, REFERENCE_TOKENS),
+        layers=min(problem.layers, REFERENCE_LAYERS),
+    )
 
 
 def check_reference(operation: Operation, problem: Problem) -> Check:

@@ -18,7 +18,7 @@ from cupy_mla.bench.operations import OPERATIONS
 from cupy_mla.bench.problem import PATTERNS
 from cupy_mla.bench.report import Report
 from cupy_mla.bench.session import SECTIONS, Settings
-from cupy_mla.bench.verify import REFERENCE_TOKENS
+from cupy_mla.bench.verify import REFERENCE_LAYERS, REFERENCE_TOKENS
 from cupy_mla.cli import _arguments, _bench_tables, _console, info
 from cupy_mla.cli._device import DEVICES, Device, select
 
@@ -183,10 +183,12 @@ def _say_what_was_left_out(args: argparse.Namespace) -> None:
     if left_out:
         names = " and ".join(left_out)
         sys.stderr.write(f"{args.prog}: {names} left out, since nothing is timed without a GPU\n")
-    if args.tokens and max(args.tokens) > REFERENCE_TOKENS:
-        sys.stderr.write(
-            f"{args.prog}: the reference is checked at {REFERENCE_TOKENS:,} tokens at most\n"
-        )
+    for most, wanted, what in (
+        (REFERENCE_TOKENS, max(args.tokens, default=0), "tokens"),
+        (REFERENCE_LAYERS, args.layers, "layers"),
+    ):
+        if wanted > most:
+            sys.stderr.write(f"{args.prog}: the reference is checked at {most:,} {what} at most\n")
 
 
 def _settings(args: argparse.Namespace) -> Settings:

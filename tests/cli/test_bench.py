@@ -433,6 +433,15 @@ def test_what_a_gpu_is_needed_for_is_left_out_aloud(capsys, no_cupy):
     assert "left out" not in text
 
 
+def test_the_reference_is_checked_at_few_layers_and_all_are_counted(capsys, no_cupy):
+    sizes = ("--layers", "1000000", "--tokens", "1", "--format", "fp8")
+    status, document, said = run_json(capsys, *sizes)
+    assert status == 0
+    assert document["counted"][0]["bytes"]["written"] == 1_000_000 * 576
+    assert [check["compared_bytes"] for check in document["checks"]] == [64 * 64 * 576]
+    assert "the reference is checked at 64 layers at most" in said
+
+
 def test_the_query_is_what_attention_over_such_a_cache_takes(capsys, no_cupy):
     written = {}
     for fmt in ("bfloat16", "fp8_ds_mla", "fp8_e4m3"):
