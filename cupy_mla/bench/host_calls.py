@@ -78,7 +78,13 @@ class TorchArrays:
 
 
 def measure(
-    operation: Operation, problem: Problem, machine: Machine, *, calls: int, batches: int
+    operation: Operation,
+    problem: Problem,
+    machine: Machine,
+    *,
+    calls: int,
+    batches: int,
+    others: bool,
 ) -> list[HostRow]:
     """Measure all ways to call an operation, and for an insert other ways to launch.
 
@@ -86,9 +92,11 @@ def measure(
     ----------
     operation : Operation
     problem : Problem
-        Of so few tokens that the device is done before the host comes again.
+        Of any size: the device's queue holds more calls than are made between two waits for it.
     machine : Machine
     calls, batches : int
+    others : bool
+        Whether other ways to launch are wanted.
     """
     timer = machine.timer
     rows = []
@@ -101,7 +109,7 @@ def measure(
         instance = operation.make(problem, machine.arrays, machine)
     for name, call in instance.host.items():
         add(name, "CuPy", call)
-    is_insert = operation.name == "insert"
+    is_insert = others and operation.name == "insert"
     if is_insert:
         launch = _recorded(operation, problem, machine.arrays, machine)
         for name, call in _steps(launch, machine, "cupy").items():

@@ -197,17 +197,19 @@ def _steps(steps: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _host(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Show the host time of each call, a column for each framework."""
+    """Show the host time of each call at the fewest and the most tokens, by framework."""
     frameworks = list(dict.fromkeys(row["arrays"] for row in rows))
-    calls: dict[tuple[str, str], dict[str, str]] = {}
+    calls: dict[tuple[str, str], dict[int, dict[str, str]]] = {}
     for row in rows:
-        times = calls.setdefault((row["name"], row["format"]), {})
-        times[row["arrays"]] = _us(row["us"]["median"])
+        sizes = calls.setdefault((row["name"], row["format"]), {})
+        sizes.setdefault(row["tokens"], {})[row["arrays"]] = _us(row["us"]["median"])
     lines = [
-        [name, layout, *(times.get(framework, "-") for framework in frameworks)]
-        for (name, layout), times in calls.items()
+        [name, layout, f"{tokens:,}", *(sizes[tokens].get(which, "-") for which in frameworks)]
+        for (name, layout), sizes in calls.items()
+        for tokens in sorted({min(sizes), max(sizes)})
     ]
-    titles = ["host time of a call", "format", *(f"{name} arrays, us" for name in frameworks)]
+    titles = ["host time of a call", "format", "tokens"]
+    titles += [f"{name} arrays, us" for name in frameworks]
     return [_table(titles, 2, lines)] if lines else []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,9 +19,6 @@ from .report import Report
 
 #: What a session can measure.
 SECTIONS = ("gpu", "host", "compile")
-
-#: Calls whose host time is of interest store so few tokens that the device is never behind.
-_HOST_TOKENS = 64
 
 #: Kernels of the registry that the first call of an operation may have to compile.
 _KERNELS = {
@@ -129,11 +126,16 @@ def _tasks(settings: Settings, *, timed: bool) -> Iterator[_Task]:
             if settings.step and name == "insert":
                 yield _Task(f"{problem.label}, step", operation, problem, "step")
         if timed and "host" in settings.sections:
-            least = min(found, key=lambda problem: problem.tokens)
-            if least.tokens <= _HOST_TOKENS:
-                yield _Task(f"{name}, host", operation, least, "host")
+            for problem in _of_each_size(found):
+                yield _Task(f"{problem.label}, host", operation, problem, "host")
         if timed and "compile" in settings.sections:
             yield _Task(f"{name}, compilation", operation, found[0], "compile")
+
+
+def _of_each_size(found: Sequence[Problem]) -> list[Problem]:
+    """Return one problem for each number of tokens, the fewest first: the host's work is alike."""
+    sizes = {problem.tokens: problem for problem in reversed(found)}
+    return [sizes[tokens] for tokens in sorted(sizes)]
 
 
 def without_gpu(settings: Settings, report: Report, begin: Callable[[str], None]) -> None:
@@ -195,9 +197,15 @@ class GpuSession:
             self._report.steps.append(row)
 
     def _host(self, operation: Operation, problem: Problem) -> None:
-        calls, batches = self._settings.host_calls, self._settings.host_batches
+        settings = self._settings
+        fewest = min(found.tokens for found in problems(settings, operation))
         self._report.host += measure_host(
-            operation, problem, self._machine, calls=calls, batches=batches
+            operation,
+            problem,
+            self._machine,
+            calls=settings.host_calls,
+            batches=settings.host_batches,
+            others=problem.tokens == fewest,
         )
 
     def _compile(self, operation: Operation, problem: Problem) -> None:
