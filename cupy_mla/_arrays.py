@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -350,149 +350,12 @@ _BY_MODULE: dict[str, Callable[[Any], ArrayRef | None]] = {
 _READERS: dict[type, Callable[[Any], ArrayRef | None]] = {np.ndarray: _from_numpy}
 
 
-# ---------------------------------------------------------------- looks
-
-#: Puts looks and addresses of arrays of one framework, or None, at the end of two lists; says
-#: whether there was nothing else among them.
-_LooksReader = Callable[[Iterable[Any], list[Any], list[int]], bool]
-
-# Types that were seen of each framework: tensors and parameters, for example.
-_torch_types: set[type] = set()
-_cupy_types: set[type] = set()
+def framework_of(obj: Any) -> str | None:
+    """Return ``torch`` or ``cupy`` for an array of theirs that `describe` has seen, else None."""
+    return _LOOKED_AT.get(_READERS.get(type(obj)))
 
 
-def _torch_looks(arrays: Iterable[Any], looks: list[Any], addresses: list[int]) -> bool:
-    offsets = 0
-    for obj in arrays:
-        if type(obj) in _torch_types:
-            ptr = obj.data_ptr()
-            addresses.append(ptr)
-            looks += (obj.shape, obj.stride(), obj.dtype, obj.get_device())
-            offsets = offsets << 3 | ptr & 7
-        elif obj is None:
-            addresses.append(0)
-            looks.append(None)
-        else:
-            return False
-    looks.append(offsets)
-    return True
-
-
-def _cupy_looks(arrays: Iterable[Any], looks: list[Any], addresses: list[int]) -> bool:
-    offsets = 0
-    for obj in arrays:
-        if type(obj) in _cupy_types:
-            data = obj.data
-            ptr = data.ptr
-            addresses.append(ptr)
-            looks += (obj.shape, obj.strides, obj.dtype, data.device_id)
-            offsets = offsets << 3 | ptr & 7
-        elif obj is None:
-            addresses.append(0)
-            looks.append(None)
-        else:
-            return False
-    looks.append(offsets)
-    return True
-
-
-def _no_looks(arrays: Iterable[Any], looks: list[Any], addresses: list[int]) -> bool:
-    for obj in arrays:
-        if obj is not None:
-            return False
-        addresses.append(0)
-        looks.append(None)
-    return True
-
-
-def _torch_step(a: Any, b: Any, c: Any) -> tuple[Any, int, int, int]:
-    p, q, r = a.data_ptr(), b.data_ptr(), c.data_ptr()
-    looks = (
-        a.shape,
-        a.stride(),
-        a.dtype,
-        a.get_device(),
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.get_device(),
-        c.shape,
-        c.stride(),
-        c.dtype,
-        c.get_device(),
-        p & 7 | (q & 7) << 3 | (r & 7) << 6,
-    )
-    return looks, p, q, r
-
-
-def _cupy_step(a: Any, b: Any, c: Any) -> tuple[Any, int, int, int]:
-    d, e, f = a.data, b.data, c.data
-    p, q, r = d.ptr, e.ptr, f.ptr
-    looks = (
-        a.shape,
-        a.strides,
-        a.dtype,
-        d.device_id,
-        b.shape,
-        b.strides,
-        b.dtype,
-        e.device_id,
-        c.shape,
-        c.strides,
-        c.dtype,
-        f.device_id,
-        p & 7 | (q & 7) << 3 | (r & 7) << 6,
-    )
-    return looks, p, q, r
-
-
-#: By the type of an array. Filled as types are seen: only their modules tell which framework they
-#: belong to.
-_LOOKS: dict[type, _LooksReader] = {type(None): _no_looks}
-
-#: The same for the three arrays of a step, all of one type, in one call.
-STEP_LOOKS: dict[type, Callable[[Any, Any, Any], tuple[Any, int, int, int]]] = {}
-
-
-def learn_looks(obj: Any) -> None:
-    """Let `read_looks` know the type of an array that `describe` knows, if it is a device's."""
-    kind = type(obj)
-    reader = _READERS.get(kind)
-    if reader is _from_torch:
-        _torch_types.add(kind)
-        _LOOKS[kind], STEP_LOOKS[kind] = _torch_looks, _torch_step
-    elif reader is _from_cupy:
-        _cupy_types.add(kind)
-        _LOOKS[kind], STEP_LOOKS[kind] = _cupy_looks, _cupy_step
-
-
-def read_looks(arrays: Sequence[Any], looks: list[Any]) -> list[int] | None:
-    """Put the looks of arrays at the end of a list, in about half a microsecond each.
-
-    Parameters
-    ----------
-    arrays : sequence of array or None
-    looks : list
-
-    Returns
-    -------
-    list of int or None
-        Their addresses, 0 for None; None where a type is not known.
-    """
-    addresses: list[int] = []
-    read = _LOOKS.get(type(arrays[0]))
-    if read is not None:
-        begin = len(looks)
-        if read(arrays, looks, addresses):
-            return addresses
-        del looks[begin:]
-        addresses.clear()
-    for obj in arrays:
-        read = _LOOKS.get(type(obj))
-        if read is None:
-            return None
-        read((obj,), looks, addresses)
-    return addresses
+_LOOKED_AT: dict[object, str] = {_from_torch: "torch", _from_cupy: "cupy"}
 
 
 # ---------------------------------------------------------------- new arrays

@@ -10,6 +10,7 @@ import numpy as np
 
 from . import _layers, _validate, backends
 from ._arrays import ArrayRef
+from ._looks import UNKNOWN
 from ._plan import InsertInputs, InsertPlan, Target, layers_by_layout
 from ._shortcuts import Shortcuts
 from .errors import reject_type, reject_value
@@ -216,14 +217,15 @@ class GroupedCacheWriter:
         """
         if slot_mapping is None:
             return
-        if stream is None and self._shortcuts.run_step(kv_c, k_pe, slot_mapping):
+        shortcuts = self._shortcuts
+        if stream is None and shortcuts.run_step(kv_c, k_pe, slot_mapping) is not UNKNOWN:
             return
         plan, inputs = self._step("insert", kv_c, k_pe, slot_mapping)
         if self._device.kind == "cpu":
             _validate.host_stream("insert", stream)
         self._backend.insert(plan, inputs, self._target, stream)
         launch = self._backend.launcher(plan, inputs, self._target)
-        self._shortcuts.learn_step(launch, kv_c, k_pe, slot_mapping)
+        shortcuts.learn(launch, None, kv_c, k_pe, slot_mapping)
 
     def bind(self, kv_c: Any, k_pe: Any, slot_mapping: Any) -> Callable[..., None]:
         """Validate fixed buffers once; the returned callable inserts what they hold at each call.
@@ -334,7 +336,7 @@ class GroupedCacheWriter:
             cos_sin_cache, is_neox = own.cos_sin_cache, own.is_neox
         options = ("insert_context", eps, is_neox, rounding)
         arrays = (kv, positions, slot_mapping, norm_weight, cos_sin_cache)
-        if stream is None and self._shortcuts.run(options, *arrays):
+        if stream is None and self._shortcuts.run(options, *arrays) is not UNKNOWN:
             return
         plan, inputs = _validate.context(
             "insert_context",

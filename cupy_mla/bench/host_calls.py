@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_mla import _arrays
+from cupy_mla import _looks
 from cupy_mla._cuda.timing import RecordedLaunch
 
 from . import torch_op
@@ -158,13 +158,11 @@ def _steps(launch: RecordedLaunch, machine: Machine, framework: str) -> dict[str
     """Return what `GroupedCacheWriter.insert` does, in its order, each step as a call."""
     rows = _rows(launch.keep)
     steps: dict[str, Call] = {}
-    _arrays.learn_looks(rows[0])
-    read = _arrays.STEP_LOOKS.get(type(rows[0]))
-    if read is not None:
-        looks = read(*rows)[0]
-        known = {looks: launch}
-        steps["looks of the arrays"] = functools.partial(read, *rows)
-        steps["launch found by looks"] = functools.partial(known.get, looks)
+    looks = _looks.learn(rows)
+    if looks is not None:
+        key = looks.key(None, *rows)
+        steps["looks of the arrays"] = functools.partial(looks.key, None, *rows)
+        steps["launch found by looks"] = functools.partial({key: launch}.get, key)
     steps |= machine.timer.launch_steps(launch, framework)
     return {f"insert by step: {name}": call for name, call in steps.items()}
 

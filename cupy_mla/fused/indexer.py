@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_mla import _validate, backends
+from cupy_mla._looks import UNKNOWN
 from cupy_mla._shortcuts import Shortcuts
 
 __all__ = ["indexer_k_quant_and_cache"]
@@ -64,7 +65,7 @@ def indexer_k_quant_and_cache(
     ('0x7e', np.float32(1.0))
     """
     options, arrays = (quant_block_size, scale_fmt), (k, kv_cache, slot_mapping)
-    if stream is None and _calls.run(options, *arrays):
+    if stream is None and _calls.run(options, *arrays) is not UNKNOWN:
         return
     plan, inputs = _validate.indexer_insert(
         "indexer_k_quant_and_cache", k, kv_cache, slot_mapping, quant_block_size, scale_fmt

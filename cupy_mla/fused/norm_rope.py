@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupy_mla import _validate, backends
+from cupy_mla._looks import UNKNOWN
 from cupy_mla._plan_fused import NormRopeLayerPlan
 from cupy_mla._shortcuts import Launch, Shortcuts, by_kind
 from cupy_mla.layouts import CacheLayout
@@ -182,13 +183,10 @@ class FusedNormRope:
             kv_c_out,
             k_pe_out,
         )
-        known = self._shortcuts.find(None, *arrays) if stream is None else None
-        if known is None:
+        made = UNKNOWN if stream is not None else self._shortcuts.run(None, *arrays)
+        if made is UNKNOWN:
             made, learned = self._run(arrays, stream)
             self._shortcuts.learn(learned, None, *arrays)
-        else:
-            launch, addresses = known
-            made = launch(*addresses)
         return made if q_c_out is None else q_c_out
 
     def _run(self, arrays: Sequence[Any], stream: Any) -> tuple[Any, Launch | None]:
@@ -429,10 +427,8 @@ def fused_norm_rope(
         scale_array,
         indexer_k_cache,
     )
-    known = _calls.find(options, *arrays) if stream is None else None
-    if known is not None:
-        launch, addresses = known
-        made = launch(*addresses)
+    made = UNKNOWN if stream is not None else _calls.run(options, *arrays)
+    if made is not UNKNOWN:
         return made if q_c_out is None else q_c_out
     layer = FusedNormRope._for_one_call(
         "fused_norm_rope",

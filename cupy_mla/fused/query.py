@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_mla import _validate, backends
+from cupy_mla._looks import UNKNOWN
 from cupy_mla._shortcuts import Shortcuts, by_kind
 
 __all__ = ["fused_q"]
@@ -137,10 +138,9 @@ def fused_q(
         mqa_q_out,
     )
     wanted = (index_q_out, index_weights_out, mqa_q_out)
-    known = _calls.find(options, *arrays) if stream is None else None
-    if known is not None:
-        launch, addresses = known
-        return _results(launch(*addresses), wanted, has_indexer)
+    made = UNKNOWN if stream is not None else _calls.run(options, *arrays)
+    if made is not UNKNOWN:
+        return _results(made, wanted, has_indexer)
     plan, inputs = _validate.fused_q(
         "fused_q",
         _validate.QueryArguments(
@@ -174,7 +174,9 @@ def _results(
     made: tuple[Any, Any, Any], wanted: tuple[Any, Any, Any], has_indexer: bool
 ) -> tuple[Any, Any, Any]:
     """Return the caller's arrays where there are any, else the new ones."""
-    if not has_indexer:  # whose arrays may be given all the same
-        wanted = (None, None, wanted[2])
-    results = [new if out is None else out for new, out in zip(made, wanted, strict=True)]
-    return results[0], results[1], results[2]
+    codes, weights, mqa = made
+    codes_out, weights_out, mqa_out = wanted
+    if has_indexer:  # without one its arrays may be given all the same
+        codes = codes if codes_out is None else codes_out
+        weights = weights if weights_out is None else weights_out
+    return codes, weights, mqa if mqa_out is None else mqa_out

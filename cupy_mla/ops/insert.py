@@ -6,6 +6,7 @@ from typing import Any
 
 from cupy_mla import _validate, backends
 from cupy_mla._arrays import CPU
+from cupy_mla._looks import UNKNOWN
 from cupy_mla._shortcuts import Shortcuts
 from cupy_mla.layouts import CacheLayout
 
@@ -81,7 +82,7 @@ def concat_and_cache_mla(
     number = None if scale is None or hasattr(scale, "shape") else scale
     options = (kv_cache_dtype, type(number), number, scale_format)
     arrays = (kv_c, k_pe, kv_cache, slot_mapping, scale if number is None else None)
-    if stream is None and _single_calls.run(options, *arrays):
+    if stream is None and _single_calls.run(options, *arrays) is not UNKNOWN:
         return
     rows = _validate.array(operation, "kv_c", kv_c)
     rotary = None if k_pe is None else _validate.array(operation, "k_pe", k_pe)
@@ -168,7 +169,7 @@ def concat_and_cache_mla_grouped(
     geometry = (block_size, block_stride, entry_stride, num_blocks)
     options = (geometry, tuple(map(type, geometry)), kv_cache_dtype, scale_format)
     arrays = (kv_c, k_pe, kv_cache_ptrs, slot_mapping, kv_scales)
-    if stream is None and _grouped_calls.run(options, *arrays):
+    if stream is None and _grouped_calls.run(options, *arrays) is not UNKNOWN:
         return
     rows = _validate.array(operation, "kv_c", kv_c)
     rotary = None if k_pe is None else _validate.array(operation, "k_pe", k_pe)

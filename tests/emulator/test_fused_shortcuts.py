@@ -12,12 +12,14 @@ import pytest
 from cupy_mla import (
     FusedNormRope,
     GroupedCacheWriter,
+    _arrays,
     _validate,
     fused_norm_rope,
     fused_q,
     indexer_k_quant_and_cache,
 )
 from cupy_mla._cuda import backend as cuda_backend
+from cupy_mla._looks import UNKNOWN
 from cupy_mla._shortcuts import Shortcuts
 from tests import helpers, oracle
 from tests.emulator import test_context as test_context_kernel
@@ -255,32 +257,80 @@ def on_device_of(*shape: int) -> CupyLike:
     return CupyLike(np.zeros(shape, np.float32))
 
 
+def addresses(*given: int) -> tuple[int, ...]:
+    """Be a launch that tells what it was given."""
+    return given
+
+
 def learned(*arrays: Any, options: Any = None) -> Shortcuts:
+    for array in arrays:
+        _arrays.describe(array)
     shortcuts = Shortcuts()
-    shortcuts.learn(print, options, *arrays)
+    shortcuts.learn(addresses, options, *arrays)
     return shortcuts
 
 
 def test_none_in_front_hides_no_array():
     shortcuts = learned(None, on_device_of(4, 4))
     same, other = on_device_of(4, 4), on_device_of(9, 9)
-    assert shortcuts.find(None, None, same) == (print, [0, same.data.ptr])
-    assert shortcuts.find(None, None, other) is None
-    assert shortcuts.find(None, None, None) is None
+    assert shortcuts.run(None, None, same) == (0, same.data.ptr)
+    assert shortcuts.run(None, None, other) is UNKNOWN
+    assert shortcuts.run(None, None, None) is UNKNOWN
 
 
 def test_an_array_of_an_unknown_kind_is_no_known_call():
     known = on_device_of(4)
     shortcuts = learned(known, known)
-    assert shortcuts.find(None, known, known) is not None
-    assert shortcuts.find(None, known, np.zeros(4, np.float32)) is None
-    assert shortcuts.find(None, np.zeros(4, np.float32), known) is None
+    assert shortcuts.run(None, known, known) == (known.data.ptr, known.data.ptr)
+    assert shortcuts.run(None, known, np.zeros(4, np.float32)) is UNKNOWN
+    assert shortcuts.run(None, np.zeros(4, np.float32), known) is UNKNOWN
+    unknown = np.zeros(4, np.float32)
+    assert learned(unknown, unknown).run(None, unknown, unknown) is UNKNOWN
 
 
 def test_options_that_cannot_be_hashed_are_never_known():
     known = on_device_of(4)
     shortcuts = learned(known, options=[1])
-    assert shortcuts.find([1], known) is None
+    assert shortcuts.run([1], known) is UNKNOWN
+
+
+def test_an_error_of_a_launch_is_the_caller_s():
+    def fail(*_: int) -> None:
+        raise TypeError("of the launch")
+
+    known = on_device_of(4)
+    _arrays.describe(known)
+    shortcuts = Shortcuts()
+    shortcuts.learn(fail, None, known)
+    with pytest.raises(TypeError, match="of the launch"):
+        shortcuts.run(None, known)
+
+
+@pytest.mark.parametrize("change", ["shape", "strides", "dtype", "device"])
+def test_whatever_differs_makes_another_call(change):
+    first, other = on_device_of(4, 4), on_device_of(4, 4)
+    shortcuts = learned(first, None, first)
+    assert shortcuts.run(None, first, None, other) == (first.data.ptr, 0, other.data.ptr)
+    if change == "device":
+        other.data.device_id = 1
+    else:
+        different = {"shape": (2, 8), "strides": (4, 16), "dtype": np.dtype(np.int32)}
+        setattr(other, change, different[change])
+    assert shortcuts.run(None, first, None, other) is UNKNOWN
+    assert shortcuts.run(None, other, None, first) is UNKNOWN
+    assert shortcuts.run(1, first, None, first) is UNKNOWN
+    assert shortcuts.run(None, first, first, None) is UNKNOWN
+
+
+def test_a_step_is_the_call_without_options():
+    rows, rope, slots = on_device_of(4, 4), on_device_of(4, 2), on_device_of(4)
+    shortcuts = learned(rows, rope, slots)
+    wanted = (rows.data.ptr, rope.data.ptr, slots.data.ptr)
+    assert shortcuts.run_step(rows, rope, slots) == wanted == shortcuts.run(None, rows, rope, slots)
+    assert shortcuts.run_step(rope, rope, slots) is UNKNOWN
+    assert shortcuts.run_step(rows, rope, np.zeros(4)) is UNKNOWN
+    shortcuts.forget()
+    assert shortcuts.run_step(rows, rope, slots) is UNKNOWN
 
 
 def test_addresses_differ_by_what_they_leave_of_eight_bytes():
@@ -288,6 +338,6 @@ def test_addresses_differ_by_what_they_leave_of_eight_bytes():
     begin = -raw.__array_interface__["data"][0] % 8
     first, second = (CupyLike(raw[begin + shift : begin + shift + 4]) for shift in (0, 4))
     shortcuts = learned(first, first)
-    assert shortcuts.find(None, first, first) is not None
-    assert shortcuts.find(None, first, second) is None
-    assert shortcuts.find(None, second, first) is None
+    assert shortcuts.run(None, first, first) is not UNKNOWN
+    assert shortcuts.run(None, first, second) is UNKNOWN
+    assert shortcuts.run(None, second, first) is UNKNOWN
