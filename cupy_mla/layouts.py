@@ -279,6 +279,11 @@ class CacheLayout:
         """
         blocks = check_integer("empty", "num_blocks", num_blocks, 1)
         rows = check_integer("empty", "block_size", block_size, 1)
+        if not callable(getattr(xp, "empty", None)):
+            reject_type("empty", "xp", "be numpy or cupy", repr(xp))
+        most = np.iinfo(np.intp).max // self.block_bytes(rows)
+        if blocks > most:
+            reject_value("empty", "num_blocks", f"be at most {most} of {rows} rows each", blocks)
         return xp.empty((blocks, rows, self.width), dtype=self.storage_dtype)
 
     def to_dict(self) -> dict[str, Any]:
@@ -301,6 +306,7 @@ class CacheLayout:
                     "count": field.count,
                     "note": field.note,
                     "plane": field.plane,
+                    "place": _byte_map.place(self, field),
                 }
                 for field in self.fields
             ],

@@ -473,7 +473,7 @@ def _reason(name: str, rules: Iterable[BackendRule], every: Iterable[BackendRule
     what = "an unquantised cache, which" if plain else "a layout that"
     readers = [rule.name for rule in every if name in rule.layouts]
     if not readers:
-        return f"{what} none of the registered backends reads"
+        return f"{what} no registered backend lists"
     if isinstance(layout, str) or not layout.is_fp8:
         return f"{what} only {' and '.join(readers)} can read"
     if layout.needs_scale and any(not rule.fp8_query for rule in rules):

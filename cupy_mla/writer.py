@@ -13,7 +13,7 @@ from ._arrays import ArrayRef
 from ._looks import UNKNOWN
 from ._plan import InsertInputs, InsertPlan, Target, layers_by_layout
 from ._shortcuts import Shortcuts
-from .errors import reject_type, reject_value
+from .errors import check_flag, reject_type, reject_value
 from .layouts import CacheLayout, check_sizes
 
 __all__ = ["GroupedCacheWriter"]
@@ -107,7 +107,7 @@ class GroupedCacheWriter:
         scales = _validate.writer_scales(operation, kv_scales, self.layouts, self._device)
         self._given_scales = _given(kv_scales)
         self._written = _written(caches)
-        self._collect_stats = bool(collect_stats)
+        self._collect_stats = check_flag(operation, "collect_stats", collect_stats)
         self._backend = backends.for_device(self._device)
         self._target = self._backend.target(
             caches, plans, scales, collect_stats=self._collect_stats

@@ -178,7 +178,10 @@ def _open(args: argparse.Namespace, path: str, tensor: str | None) -> np.ndarray
 
 def _chosen(ranges: list[range], num_slots: int) -> tuple[np.ndarray[Any, Any], int]:
     """Return the slots of the cache among those given, and how many given ones are none."""
-    inside = [range(max(part.start, 0), min(part.stop, num_slots)) for part in ranges]
+    inside = [
+        range(min(max(part.start, 0), num_slots), max(min(part.stop, num_slots), 0))
+        for part in ranges
+    ]
     slots = np.unique(np.concatenate([np.arange(part.start, part.stop) for part in inside]))
     given = sum(part.stop - part.start for part in ranges)  # len() would be a machine's integer
     return slots.astype(np.int64), given - sum(map(len, inside))
@@ -239,7 +242,9 @@ def _print(
     out = _console.console()
     blocks, rows = cache.shape[:2]
     facts = audit.facts()
-    facts["rows"] += f" of {blocks * rows} ({blocks} blocks of {rows}, {memory.total_bytes} bytes)"
+    where = f" of {blocks * rows} ({blocks} blocks of {rows}, {memory.total_bytes} bytes)"
+    looked_at, mark, outside = facts["rows"].partition(";")
+    facts["rows"] = f"{looked_at}{where}{mark}{outside}"
     _console.print_facts(out, args.file, facts)
     if parts is not None:
         out.print()

@@ -198,7 +198,7 @@ def _print(args: argparse.Namespace, layouts: list[CacheLayout], skipped: dict[s
 
 def _markdown_table(columns: list[Column], rows: list[list[str]]) -> list[str]:
     def line(cells: list[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
+        return "| " + " | ".join(cell.replace("*", r"\*") for cell in cells) + " |"
 
     rule = ["---:" if column.justify == "right" else "---" for column in columns]
     return [line([column.title for column in columns]), line(rule), *(line(row) for row in rows)]

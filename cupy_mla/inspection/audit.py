@@ -175,7 +175,7 @@ class CacheAudit:
     def facts(self) -> dict[str, str]:
         """Return what was found as names and texts, for display."""
         layout = self.layout
-        skipped = f", {self.slots_skipped} given slots are not in it" if self.slots_skipped else ""
+        skipped = f"; {self.slots_skipped} given slots are outside" if self.slots_skipped else ""
         shown = {
             "layout": f"{layout.name}, {layout.row_bytes} bytes a row (kv_lora_rank "
             f"{layout.kv_lora_rank}, rope_dim {layout.rope_dim})",

@@ -62,9 +62,10 @@ def concat_and_cache_mla(
     -----
     All three arrays have stride 1 along their last axis. 16- and 32-bit rows are bit copies.
     Flat fp8 stores ``sat(RNE(float32(x) / float32(scale)))`` by IEEE division; ``fp8_ds_mla``
-    divides by the scale of each tile of 128, ``max(amax / 448, FLT_MIN)`` or the power of two
-    above ``max(amax / 448, 1e-4)``, and copies the rotary part. A NaN is stored as 0x7F. Where
-    two tokens share a slot, NumPy keeps the last; on a GPU the bytes of that row are unspecified.
+    divides by the scale of each tile of 128, ``max(amax / 448, FLT_MIN)`` or the smallest power of
+    two that is not below ``max(amax / 448, 1e-4)``, and copies the rotary part. A NaN is stored as
+    0x7F. Where two tokens share a slot, NumPy keeps the last; on a GPU the bytes of that row are
+    unspecified.
     Nothing that is read may share memory with the cache; on a GPU that is looked at when arrays of
     their shapes, strides and dtypes come for the first time.
 

@@ -33,7 +33,9 @@ def gather_cache(
         Blocks of each request, in the order of its positions; a slice of a larger table, with any
         strides.
     cu_seq_lens : int32 or int64 array [n_seq + 1]
-        Output row at which each request begins, and behind the last one; they do not decrease.
+        Output row at which each request begins, and behind the last one. They must not decrease,
+        which nothing checks, since on a GPU that would wait: rows of a request that ends before it
+        begins are another's or nobody's.
     kv_cache_dtype : str or CacheLayout
         See `get_layout`. A name of a flat layout takes the width as it is.
     scale : float or array of one element, float32 on a device

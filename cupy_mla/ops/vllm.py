@@ -123,7 +123,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     block_table : int32 or int64 array [batch_size or more, max_blocks]
         Blocks of each request. Rows of a request beyond its blocks become zeros.
     workspace_starts : int32 or int64 array [batch_size or more]
-        Row of `dst` at which each request begins; they do not decrease.
+        Row of `dst` at which each request begins; they must not decrease, which nothing checks.
     batch_size : int
         Requests.
     seq_starts : int32 or int64 array [batch_size or more], optional

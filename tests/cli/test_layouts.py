@@ -42,7 +42,7 @@ def test_layouts_says_where_a_block_keeps_the_indexer_s_keys_and_scales(capsys):
     ]
     assert f"{61 * 132:,}" in text
     assert main(["layouts", "indexer_fp8", "--markdown"]) == 0
-    assert "| scale | 128*B + 4*r | 4 | float32 | 1 | one a row |" in capsys.readouterr().out
+    assert r"| scale | 128\*B + 4\*r | 4 | float32 | 1 | one a row |" in capsys.readouterr().out
     _, document = run_json(capsys, "layouts", "indexer_fp8")
     (layout,) = document["layouts"]
     assert [(part["offset"], part["plane"]) for part in layout["fields"]] == [(0, 0), (128, 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from cupy_mla import CacheLayout, concat_and_cache_mla, get_layout
 from cupy_mla.layouts import LAYOUT_NAMES
 from tests import oracle
+from tests.helpers import rejected
 
 BF16, E4M3, E5M2 = oracle.BFLOAT16, oracle.E4M3, oracle.E5M2
 F16, F32, U8 = oracle.FLOAT16, oracle.FLOAT32, oracle.UINT8
@@ -166,6 +168,18 @@ def test_empty_makes_a_cache_that_takes_rows(name):
     row = cache.reshape(15, -1)[14].view(np.uint8)
     expected = oracle.encode_row(np.ones(512, dtype), np.ones(64, dtype), name, scale)
     assert row.tobytes() == expected
+
+
+@pytest.mark.parametrize("module", [None, "numpy", [], math])
+def test_empty_takes_a_module_of_arrays(module):
+    with rejected(TypeError, "empty", "xp", "numpy or cupy", repr(module)):
+        get_layout("fp8").empty(1, 1, xp=module)
+
+
+def test_empty_refuses_what_no_memory_holds():
+    most = (2**63 - 1) // (576 * 2**40)
+    with rejected(ValueError, "empty", "num_blocks", f"at most {most} of {2**40} rows", str(2**40)):
+        get_layout("fp8").empty(2**40, 2**40)
 
 
 def test_empty_asks_the_given_module():

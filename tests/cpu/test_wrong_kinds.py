@@ -78,6 +78,12 @@ def test_a_flag_is_a_bool(rng, name, value):
         fused_q(**given)
 
 
+def test_whether_a_writer_counts_is_a_bool():
+    caches = [np.zeros((2, 4, 576), np.float32)]
+    with rejected(TypeError, "GroupedCacheWriter", "collect_stats", "be a bool", "int"):
+        GroupedCacheWriter(caches, collect_stats=1)
+
+
 @pytest.mark.parametrize(
     ("eps", "exception", "fragment"),
     [

@@ -1,11 +1,11 @@
-"""One decode step of a DeepSeek-V3.2 attention layer around its caches, for each backend.
+"""One decode step of a DeepSeek-V3.2 attention layer around its caches, for two backends.
 
     python tests/examples/decode_step.py
 
 Everything but the caches and what lies around them is plain NumPy here: projections are matrix
 products of random weights, the indexer's top-k and the attention are written out. The layer is
 small, except for what the caches fix: a latent part of 512, a rotary part of 64, indexer keys of
-128. For each attention backend the step is
+128. For two attention backends, one with a bfloat16 and one with an fp8 query, the step is
 
     projections -> fused_norm_rope -> queries -> fused_q -> top-k of the indexer -> attention
 
@@ -89,8 +89,7 @@ class Layer:
     ----------
     weights : Weights
     policy : CachePolicy or None
-        None keeps the cache in bfloat16, which no backend of sparse attention reads: the
-        reference.
+        None keeps the cache in bfloat16: the reference.
     num_blocks : int
     """
 
