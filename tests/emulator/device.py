@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ import numpy as np
 
 from cupy_mla._cuda.device import Arguments, Memory
 from cupy_mla.errors import CompileError
+from tests import build_cache
 
 RUNTIME = Path(__file__).with_name("emulator.hpp")
 #: Set in the process that the test of sanitizers starts.
@@ -56,15 +56,6 @@ def compiler() -> tuple[str, str]:
     return path, version.stdout.partition("\n")[0]
 
 
-def _cache_folder() -> Path:
-    folder = os.environ.get("CUPY_MLA_EMULATOR_CACHE")
-    if folder is None:
-        folder = os.path.join(tempfile.gettempdir(), f"cupy_mla_emulator_{os.getuid()}")
-    path = Path(folder)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path
-
-
 def build(source: str, entry: str, *, sanitize: bool | None = None) -> Path:
     """Compile a source to a shared library, or find the one compiled before.
 
@@ -83,8 +74,7 @@ def build(source: str, entry: str, *, sanitize: bool | None = None) -> Path:
     path, version = compiler()
     flags = _FLAGS + (_SANITIZERS if sanitize else ())
     text = f"{source}EMULATOR_ENTRY({entry})\n"
-    key = hashlib.sha256(repr((version, flags, RUNTIME.read_text(), text)).encode()).hexdigest()
-    library = _cache_folder() / f"{entry}_{key[:24]}.so"
+    library = build_cache.path_of(f"{entry}.so", version, flags, RUNTIME.read_text(), text)
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:

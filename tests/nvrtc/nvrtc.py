@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
+import os
 import re
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib import metadata
 
 from cupy_mla._cuda import cupy_device
+from tests import build_cache
 
 _NAMES = ("libnvrtc.so.12", "libnvrtc.so.13")
 _WHEELS = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
@@ -94,10 +99,30 @@ def compile_source(source: str, arch: str, *, without: str | None = None) -> Com
     nvrtc = library()
     if nvrtc is None:
         raise NvrtcError('NVRTC is missing: pip install "cupy-mla[emulator]"')
+    given = [option for option in options(arch) if option != without]
+    kept = build_cache.path_of("nvrtc.json", _identity(nvrtc), given, source)
+    if kept.exists():
+        return Compiled(**json.loads(kept.read_text(encoding="utf-8")))
+    compiled = _compile(nvrtc, source, arch, given)
+    with tempfile.NamedTemporaryFile("w", dir=kept.parent, encoding="utf-8", delete=False) as file:
+        json.dump(asdict(compiled), file)
+    os.replace(file.name, kept)  # at once, also beside another process that compiles the same
+    return compiled
+
+
+def _identity(nvrtc: ctypes.CDLL) -> tuple[object, ...]:
+    """Return what tells one NVRTC from another."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    size = os.path.getsize(nvrtc._name) if os.path.exists(nvrtc._name) else 0
+    return major.value, minor.value, size
+
+
+def _compile(nvrtc: ctypes.CDLL, source: str, arch: str, given: Sequence[str]) -> Compiled:
     program = ctypes.c_void_p()
     _check(nvrtc.nvrtcCreateProgram(_ref(program), source.encode(), b"kernel.cu", 0, None, None))
     try:
-        arguments = [option.encode() for option in options(arch) if option != without]
+        arguments = [option.encode() for option in given]
         array = (ctypes.c_char_p * len(arguments))(*arguments)
         failed = nvrtc.nvrtcCompileProgram(program, len(arguments), array)
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
