@@ -242,9 +242,7 @@ def _print(
     out = _console.console()
     blocks, rows = cache.shape[:2]
     facts = audit.facts()
-    where = f" of {blocks * rows} ({blocks} blocks of {rows}, {memory.total_bytes} bytes)"
-    looked_at, mark, outside = facts["rows"].partition(";")
-    facts["rows"] = f"{looked_at}{where}{mark}{outside}"
+    facts["rows"] += f" of {blocks * rows} ({blocks} blocks of {rows}, {memory.total_bytes} bytes)"
     _console.print_facts(out, args.file, facts)
     if parts is not None:
         out.print()

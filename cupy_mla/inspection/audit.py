@@ -175,13 +175,14 @@ class CacheAudit:
     def facts(self) -> dict[str, str]:
         """Return what was found as names and texts, for display."""
         layout = self.layout
-        skipped = f"; {self.slots_skipped} given slots are outside" if self.slots_skipped else ""
         shown = {
             "layout": f"{layout.name}, {layout.row_bytes} bytes a row (kv_lora_rank "
             f"{layout.kv_lora_rank}, rope_dim {layout.rope_dim})",
-            "rows": f"{self.rows}{skipped}",
+            "rows": str(self.rows),
             "NaN or Inf": _places(self.nonfinite, self.nonfinite_count),
         }
+        if self.slots_skipped:
+            shown["slots outside"] = f"{self.slots_skipped} of those given"
         if self.scale_evidence is not None:
             shown["scale format"] = str(self.scale_evidence)
             shown["odd scales"] = (
