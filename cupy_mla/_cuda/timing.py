@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +21,9 @@ Call = Callable[[], Any]
 _WARM_REPLAYS = 3
 _WARM_SECONDS = 0.01
 _WARM_CALLS = 20
+#: Seconds that the host rests between two rounds of calls: a thread that wakes up is given an idle
+#: core, so that one which is slow for a while, shared with others, shows in a few rounds alone.
+_REST = 0.02
 #: Microseconds that the device waits at least before a replay.
 _LEAST_WAIT = 100.0
 
@@ -136,22 +139,29 @@ class CudaTimer:
                 turns += 1
             return [once(_LEAST_WAIT + 2 * slowest)[0] for _ in range(repeats)]
 
-    def host(self, call: Call, *, calls: int, batches: int) -> list[float]:
-        """Return the microseconds that the host takes a call, a mean a batch."""
-        times = []
-        with self.scope():
-            for _ in range(_WARM_CALLS):
+    def host(self, calls: Sequence[Call], *, batch: int, rounds: int) -> list[list[float]]:
+        """Return the microseconds that the host takes each call, a mean a batch of each round."""
+        times: list[list[float]] = [[] for _ in calls]
+
+        def several(call: Call, count: int) -> float:
+            begin = perf_counter()
+            for _ in range(count):
                 call()
+            seconds = perf_counter() - begin
             self.synchronize()
+            return 1e6 * seconds / count
+
+        with self.scope():
+            for call in calls:
+                several(call, _WARM_CALLS)
             collecting = gc.isenabled()
             gc.disable()
             try:
-                for _ in range(batches):
-                    begin = perf_counter()
-                    for _ in range(calls):
-                        call()
-                    times.append(1e6 * (perf_counter() - begin) / calls)
-                    self.synchronize()
+                for _ in range(rounds):
+                    sleep(_REST)
+                    several(calls[0], _WARM_CALLS)
+                    for call, found in zip(calls, times, strict=True):
+                        found.append(several(call, batch))
             finally:
                 if collecting:
                     gc.enable()

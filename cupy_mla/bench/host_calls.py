@@ -19,7 +19,7 @@ from .operations.insert import split
 from .problem import Array, Arrays, Call, Instance, Operation, Problem
 
 #: Calls between two looks at the clock, and how often.
-CALLS, BATCHES = 100, 15
+BATCH, ROUNDS = 100, 25
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def measure(
     problem: Problem,
     machine: Machine,
     *,
-    calls: int,
-    batches: int,
+    batch: int,
+    rounds: int,
     others: bool,
 ) -> list[HostRow]:
     """Measure all ways to call an operation, and for an insert other ways to launch.
@@ -94,16 +94,15 @@ def measure(
     problem : Problem
         Of any size: the device's queue holds more calls than are made between two waits for it.
     machine : Machine
-    calls, batches : int
+    batch, rounds : int
     others : bool
         Whether other ways to launch are wanted.
     """
     timer = machine.timer
-    rows = []
+    found: list[tuple[str, str, Call]] = []
 
     def add(name: str, arrays: str, call: Call) -> None:
-        times = timer.host(call, calls=calls, batches=batches)
-        rows.append(HostRow(problem, name, arrays, Figures.of(times)))
+        found.append((name, arrays, call))
 
     with timer.scope():
         instance = operation.make(problem, machine.arrays, machine)
@@ -133,7 +132,11 @@ def measure(
         for name, alternative in instance.alternatives.items():
             if name.startswith("vLLM"):
                 add(name, "torch", alternative.call)
-    return rows
+    times = timer.host([call for _, _, call in found], batch=batch, rounds=rounds)
+    return [
+        HostRow(problem, name, arrays, Figures.of(values))
+        for (name, arrays, _), values in zip(found, times, strict=True)
+    ]
 
 
 def _recorded(

@@ -33,8 +33,11 @@ class Timer(Protocol):
         has handed the whole graph over when the device comes to it.
         """
 
-    def host(self, call: Call, *, calls: int, batches: int) -> list[float]:
-        """Return the host time of a call, one mean of `calls` calls a batch."""
+    def host(self, calls: Sequence[Call], *, batch: int, rounds: int) -> list[list[float]]:
+        """Return the host times of each call, one mean of `batch` calls a round.
+
+        The calls take turns, so that what slows the host down for a while slows down all of them.
+        """
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -34,7 +34,8 @@ _HOW = (
     "Device times are of one call: medians of graph replays, over the number of calls in a graph. "
     "Before each replay the L2 cache is filled with other bytes, and the calls take turns with "
     "several sets of buffers, so that none finds its own there. The ceiling is the fastest of "
-    "several plain copies that read and write as many bytes, in the same run. "
+    "several plain copies that read and write as many bytes, in the same run. Host times are "
+    "medians of rounds in which the calls take turns, a hundred each. "
     "[Notebook 4](notebooks/04_how_fast.ipynb) draws all sizes."
 )
 #: Other ways to do the work whose names do not say what they are.

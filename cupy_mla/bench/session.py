@@ -9,7 +9,7 @@ from typing import Any
 from cupy_mla.layouts import get_layout
 
 from . import compile_time, step, verify
-from .host_calls import BATCHES, CALLS
+from .host_calls import BATCH, ROUNDS
 from .host_calls import measure as measure_host
 from .machine import Machine
 from .measure import Bench
@@ -52,7 +52,7 @@ class Settings:
     sections : tuple of str
     repeats : int
         Replays of each graph.
-    host_calls, host_batches : int
+    host_batch, host_rounds : int
         Calls between two looks at the clock, and how often.
     """
 
@@ -68,8 +68,8 @@ class Settings:
     step: bool = False
     sections: tuple[str, ...] = SECTIONS
     repeats: int = 30
-    host_calls: int = CALLS
-    host_batches: int = BATCHES
+    host_batch: int = BATCH
+    host_rounds: int = ROUNDS
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
@@ -203,8 +203,8 @@ class GpuSession:
             operation,
             problem,
             self._machine,
-            calls=settings.host_calls,
-            batches=settings.host_batches,
+            batch=settings.host_batch,
+            rounds=settings.host_rounds,
             others=problem.tokens == fewest,
         )
 

@@ -69,9 +69,12 @@ class FakeTimer:
         total = sum(price(call) for call in graph)
         return [total * (1 + 0.01 * turn) for turn in range(repeats)]
 
-    def host(self, call: Callable[[], Any], *, calls: int, batches: int) -> list[float]:
-        call()
-        return [5.0 + turn for turn in range(batches)]
+    def host(
+        self, calls: Sequence[Callable[[], Any]], *, batch: int, rounds: int
+    ) -> list[list[float]]:
+        for call in calls:
+            call()
+        return [[5.0 + turn for turn in range(rounds)] for _ in calls]
 
     def synchronize(self) -> None:
         pass

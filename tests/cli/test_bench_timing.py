@@ -173,23 +173,33 @@ def test_a_device_is_kept_busy_until_its_clocks_have_risen(cuda, timer, monkeypa
     assert len(waits) == 1 + 10 + 5
 
 
-def test_host_time_is_a_mean_of_calls_between_two_waits(cuda, timer, monkeypatch):
+def test_host_times_are_means_of_calls_that_take_turns(cuda, timer, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
-    calls = []
+    log = []
 
-    def call():
-        calls.append(timing.gc.isenabled())
-        now[0] += 3e-6
+    def rest(seconds):
+        log.append("rest")
+        now[0] += seconds
 
-    times = timer.host(call, calls=10, batches=4)
-    assert times == pytest.approx([3.0] * 4)
-    warm = len(calls) - 40
-    assert warm > 0
-    assert all(calls[:warm])
-    assert not any(calls[warm:])  # no collection in between
+    monkeypatch.setattr(timing, "sleep", rest)
+
+    def call(name, seconds):
+        log.append((name, timing.gc.isenabled()))
+        now[0] += seconds
+
+    calls = [lambda: call("a", 3e-6), lambda: call("b", 5e-6)]
+    times = timer.host(calls, batch=50, rounds=4)
+    assert times == [pytest.approx([3.0] * 4), pytest.approx([5.0] * 4)]
+    first = log.index("rest")
+    warm, rounds = log[:first], log[first:]
+    assert set(warm) == {("a", True), ("b", True)}
+    # Each round begins with a rest and a few calls that do not count; no garbage is collected.
+    extra = len(rounds) // 4 - 101
+    assert rounds == ["rest", *[("a", False)] * (extra + 50), *[("b", False)] * 50] * 4
+    assert extra > 0
     assert timing.gc.isenabled()
-    assert cuda.log.count("synchronize device") == 1 + 4
+    assert cuda.log.count("synchronize device") == 2 + 4 * 3
 
 
 @pytest.mark.parametrize("prepared", [False, True])
