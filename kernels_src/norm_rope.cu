@@ -5,7 +5,6 @@
 // is normed, rotated, quantised and stored in the indexer cache. These parts are independent: each
 // thread block does one of them for as many tokens as it has warps.
 
-#include "lanes.cuh"
 #include "norm_rope_index_key.cuh"
 #include "norm_rope_key.cuh"
 #include "norm_rope_params.cuh"

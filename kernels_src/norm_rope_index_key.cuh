@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_index_key(const NormRopeParams& p, const W
   cache.codes.cache = p.index_codes;
   cache.scales.cache = p.index_scales;
   const IndexPlace to =
-      claim_index_row(cache, ledger_of(p, kIndexCache, token), kIndexCache, token.index,
+      claim_index_row(cache, ledger_of(token, p, kIndexCache), kIndexCache, token.index,
                       slot.value(p.index_slot_bytes), angles != nullptr);
   if (to.codes == nullptr) return;
 

@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_key(const NormRopeParams& p, const WarpTok
   u8* to = nullptr;
   if (has_cache && token.exists) {
     const bool has_position = p.key.rope.half == 0 || angles != nullptr;
-    to = claim_row(entry, ledger_of(p, kMlaCache, token), kMlaCache, token.index,
+    to = claim_row(entry, ledger_of(token, p, kMlaCache), kMlaCache, token.index,
                    slot.value(p.slot_bytes), has_position);
   }
   const bool streaming = p.stream_stores != 0;

@@ -12,8 +12,8 @@
 
 namespace cupy_mla {
 
-// A query's weights as they lie in memory, for all warps of a block; where they are too many for
-// that, each warp reads them where they are.
+// A query's weights as they lie in memory, for all warps of a block of kMaxThreads threads; where
+// they are too many for that, each warp reads them where they are.
 struct SharedQueryWeights {
   static constexpr int kTurns = 2;  // vectors that a thread brings
   static constexpr i32 kVectors = kTurns * tuning::kMaxThreads;
@@ -32,6 +32,7 @@ struct SharedQueryWeights {
     return vectors_of(p) <= kVectors;
   }
 
+  // Of weights that it suffices for, as put().
   __device__ __forceinline__ static Brought load(const NormRopeParams& p, i32 thread) {
     Brought brought{};
 #pragma unroll
@@ -163,14 +164,15 @@ __device__ __forceinline__ void norm_wide_query(const NormRopeParams& p, const W
   // Everything is asked for before anything is looked at, and what is stored without being looked
   // at is stored meanwhile.
   SharedQueryWeights& shared = block_shared<SharedQueryWeights>();
-  const SharedQueryWeights::Brought brought = SharedQueryWeights::load(p, thread_of(token));
   const bool is_shared = SharedQueryWeights::suffices_for(p);
+  SharedQueryWeights::Brought brought{};
+  if (is_shared) brought = SharedQueryWeights::load(p, thread_of(token));
   WideQuery<Input> query = {
       p, is_shared ? reinterpret_cast<const u8*>(shared.vectors) : p.q_weight, token.lane, {}};
   const auto* row = reinterpret_cast<const uint4*>(from);
   if (token.exists) query.load(row);
   fill_indices(p, token);
-  shared.put(p, brought, thread_of(token));
+  if (is_shared) shared.put(p, brought, thread_of(token));
   __syncthreads();
   if (token.exists) query.store(row, query.factor(row), reinterpret_cast<uint4*>(to));
 }

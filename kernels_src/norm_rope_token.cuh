@@ -11,7 +11,7 @@
 
 namespace cupy_mla {
 
-// Warps behind the last token have none, but bring their share of what their block needs.
+// A warp behind the last token has none, but still brings its share of what its block needs.
 struct WarpToken {
   i32 lane;
   i32 index;
@@ -23,8 +23,8 @@ __device__ __forceinline__ i32 thread_of(const WarpToken& token) {
 }
 
 // All lanes know the row, one of them writes down what became of it.
-__device__ __forceinline__ Ledger ledger_of(const NormRopeParams& p, i32 cache,
-                                            const WarpToken& token) {
+__device__ __forceinline__ Ledger ledger_of(const WarpToken& token, const NormRopeParams& p,
+                                            i32 cache) {
   if (p.counters == nullptr || token.lane != 0) return {nullptr, nullptr};
   return {p.counters + cache * kCounters, p.errors + cache * kErrorKinds};
 }

@@ -96,7 +96,7 @@ __device__ __forceinline__ void load_numbers(const u8* numbers, i32 type, float 
   }
 }
 
-// As many as a vector holds of 16 or 32 bits, from an address of their own alignment.
+// 8 or 4 numbers from an address of the alignment of as many bytes, at most of a vector's.
 template <int kCount>
 __device__ __forceinline__ void load_numbers_by_vectors(const u8* numbers, i32 type,
                                                         float (&values)[kCount]) {
