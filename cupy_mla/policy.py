@@ -196,7 +196,8 @@ def register_backend(
         What the scales inside rows should be where a caller has no wish; by default "ue8m0" where
         `exponent_only` has an entry, else "float32".
     exponent_only : iterable of int
-        Major numbers of the capabilities on which it reads the scales' exponent alone.
+        Major numbers of the capabilities on which it reads the scales' exponent alone, of those
+        that it runs on.
     replace : bool
         Whether an entry of this name may be replaced.
 
@@ -209,8 +210,8 @@ def register_backend(
     ------
     ValueError
         For an unknown layout, no layout or no architecture at all, a number that is no major
-        number, a name that is empty or taken, and for "float32" scales where the backend reads
-        nothing but exponents.
+        number, one of `exponent_only` that is none of `architectures`, a name that is empty or
+        taken, and for "float32" scales where the backend reads nothing but exponents.
     TypeError
         For a name that is no text, a flag that is no bool, and for what is no sequence of integers
         or of names.
@@ -241,6 +242,10 @@ def register_backend(
     )
     if not rule.architectures:
         reject_value(operation, "architectures", "hold at least one major number", "none")
+    others = [major for major in rule.exponent_only if major not in rule.architectures]
+    if others:
+        expected = f"hold numbers of architectures ({', '.join(map(str, rule.architectures))})"
+        reject_value(operation, "exponent_only", expected, ", ".join(map(str, others)))
     if chosen == "float32" and rule.reads_exponent_alone(None):
         reject_value(
             operation,
@@ -279,7 +284,7 @@ def _majors(operation: str, argument: str, values: Any) -> tuple[int, ...]:
         if not 1 <= int(value) <= _LAST_MAJOR:
             expected = f"hold major numbers (9 for SM90), from 1 to {_LAST_MAJOR}"
             reject_value(operation, argument, expected, int(value))
-    return tuple(int(value) for value in given)
+    return tuple(dict.fromkeys(int(value) for value in given))
 
 
 def _layout_names(operation: str, layouts: Any) -> tuple[str, ...]:
@@ -295,7 +300,7 @@ def _layout_names(operation: str, layouts: Any) -> tuple[str, ...]:
         if layout not in known:
             expected = f"hold names out of {', '.join(known)}"
             reject_value(operation, "layouts", expected, repr(layout))
-    return tuple(canonical_name(operation, layout, "layouts") for layout in given)
+    return tuple(dict.fromkeys(canonical_name(operation, name, "layouts") for name in given))
 
 
 def unregister_backend(name: str) -> None:

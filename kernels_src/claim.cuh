@@ -14,11 +14,11 @@ struct Ledger {
   ErrorRecord* errors;  // [kErrorKinds]
 };
 
-// Where the row of a slot goes; null where it goes nowhere: padding, a slot beyond the cache, or a
-// position beyond the table. A row counts as one of these, the first that holds.
-__device__ __forceinline__ u8* claim_row(const LayerEntry& entry, const Ledger& ledger, i32 layer,
-                                         i32 token, i64 slot, bool has_position) {
-  if (slot < 0) return nullptr;
+// Whether the row of a slot is stored: no padding, no slot beyond the cache, no position beyond the
+// table. A row counts as one of these, the first that holds.
+__device__ __forceinline__ bool claim(const LayerEntry& entry, const Ledger& ledger, i32 layer,
+                                      i32 token, i64 slot, bool has_position) {
+  if (slot < 0) return false;
   const bool beyond = slot >= entry.num_slots;
   if (beyond || !has_position) {
     if (ledger.counters != nullptr) {
@@ -26,9 +26,16 @@ __device__ __forceinline__ u8* claim_row(const LayerEntry& entry, const Ledger& 
       atomicAdd(&ledger.counters[counter], u64{1});
       record_first(&ledger.errors[beyond ? kErrorSlot : kErrorPosition], layer, token, slot);
     }
-    return nullptr;
+    return false;
   }
-  return row_address(entry, slot);
+  return true;
+}
+
+// Where the row goes; null where it goes nowhere.
+__device__ __forceinline__ u8* claim_row(const LayerEntry& entry, const Ledger& ledger, i32 layer,
+                                         i32 token, i64 slot, bool has_position) {
+  const bool is_stored = claim(entry, ledger, layer, token, slot, has_position);
+  return is_stored ? row_address(entry, slot) : nullptr;
 }
 
 __device__ __forceinline__ float scale_of(const LayerEntry& entry) {

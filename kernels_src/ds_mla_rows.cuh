@@ -82,9 +82,9 @@ struct DsMlaRows {
 
   // The scale of a tile by its largest magnitude, which is never NaN.
   __device__ __forceinline__ float tile_scale(float amax) const {
-    constexpr float kLeast = 0x1p-126f;  // no division of 0 by 0 in a tile of zeros
-    constexpr float kLeastUe8m0 = 1e-4f;
-    if (scale_ue8m0) return ceil_power_of_two(amax_scale(amax, kLeastUe8m0));
+    constexpr float kLeast = 0x1p-126f;      // no division of 0 by 0 in a tile of zeros
+    constexpr float kLeastUe8m0 = 0x1p-13f;  // not below 1e-4
+    if (scale_ue8m0) return amax_power_of_two(amax, kLeastUe8m0);
     return amax_scale(amax, kLeast);
   }
 

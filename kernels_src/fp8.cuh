@@ -44,9 +44,17 @@ __device__ __forceinline__ float amax_scale(float amax, float least) {
                  least);
 }
 
-// The smallest power of two not below a positive normal x: any bit of the mantissa carries.
-__device__ __forceinline__ float ceil_power_of_two(float x) {
-  return float_of((bits_of(x) + 0x7FFFFFu) & kInfinityBits);
+// The smallest power of two that is not below amax / 448, nor below `least`, one as well; for
+// amax >= 0, and Inf for Inf. 448 is 1.75 * 2^8, so a larger significand than 1.75 carries. The
+// same comes of the quotient in float32: that is a power of two only where amax is 448 times one.
+// Checked for every float32.
+__device__ __forceinline__ float amax_power_of_two(float amax, float least) {
+  constexpr u32 kOne = 1u << 23;  // of an exponent
+  constexpr u32 kThreeQuarters = 3 * kOne / 4;
+  const u32 bits = bits_of(amax);
+  const u32 carried = (bits + (kOne - 1 - kThreeQuarters)) & kInfinityBits;
+  const i32 power = max(static_cast<i32>(carried - 8 * kOne), static_cast<i32>(bits_of(least)));
+  return float_of(bits == kInfinityBits ? kInfinityBits : static_cast<u32>(power));
 }
 
 }  // namespace cupy_mla

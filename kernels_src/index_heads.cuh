@@ -124,24 +124,24 @@ struct IndexHeads {
     }
 #pragma unroll
     for (int i = 0; i < kGroupRest; ++i) amax = max_f32(amax, abs_f32(rest[i]));
-    const float scale = index_scale(max_over_lanes<kGroupLanes>(amax), true);
+    const float scale = index_power_of_two(max_over_lanes<kGroupLanes>(amax));
     if (head >= end) return;
-    const QuotientScale quotients(scale);
+    if (lane % kGroupLanes == 0) store_weight(head, bits.weight, scale);
+    const PowerOfTwoScale quotients(scale);
+    u8* to = destination(head);
+    u32 rest_codes[2];
+    encode_quotients<E4m3>(quotients, rest, rest_codes);
+    *reinterpret_cast<u64*>(to + rest_element()) = rest_codes[0] | static_cast<u64>(rest_codes[1])
+                                                                       << 32;
     float low[kGroupPairs];
     float high[kGroupPairs];
     u32 low_codes[1];
     u32 high_codes[1];
-    u32 rest_codes[2];
     disarrange(in_halves, a, b, low, high);
     encode_quotients<E4m3>(quotients, low, low_codes);
     encode_quotients<E4m3>(quotients, high, high_codes);
-    encode_quotients<E4m3>(quotients, rest, rest_codes);
-    u8* to = destination(head);
     *reinterpret_cast<u32*>(to + low_element()) = low_codes[0];
     *reinterpret_cast<u32*>(to + high_element()) = high_codes[0];
-    *reinterpret_cast<u64*>(to + rest_element()) = rest_codes[0] | static_cast<u64>(rest_codes[1])
-                                                                       << 32;
-    if (lane % kGroupLanes == 0) store_weight(head, bits.weight, scale);
   }
 
   // From two runs of memory to pairs: halves lie as they are, neighbours take turns.
@@ -193,8 +193,8 @@ struct IndexHeads {
 #pragma unroll 1
     for (i32 i = lane; i < p.index_width; i += kLanes)
       amax = max_f32(amax, abs_f32(value(row, angles, i)));
-    const float scale = index_scale(max_over_lanes<kLanes>(amax), true);
-    const QuotientScale quotients(scale);
+    const float scale = index_power_of_two(max_of_warp(amax));
+    const PowerOfTwoScale quotients(scale);
     u8* to = destination(head);
 #pragma unroll 1
     for (i32 i = lane; i < p.index_width; i += kLanes) {

@@ -31,16 +31,22 @@ struct IndexPlace {
 __device__ __forceinline__ IndexPlace claim_index_row(const IndexCache& cache, const Ledger& ledger,
                                                       i32 place, i32 token, i64 slot,
                                                       bool has_position) {
-  u8* codes = claim_row(cache.codes, ledger, place, token, slot, has_position);
-  return {codes, codes == nullptr ? nullptr : row_address(cache.scales, slot)};
+  if (!claim(cache.codes, ledger, place, token, slot, has_position)) return {nullptr, nullptr};
+  const RowPlace row = find_row(cache.codes.block_size, slot);
+  return {row_address(cache.codes, row), row_address(cache.scales, row)};
 }
 
-// max(amax, 1e-4) / 448, or the smallest power of two that is not below it.
-__device__ __forceinline__ float index_scale(float amax, bool ue8m0) {
+// max(amax, 1e-4) / 448.
+__device__ __forceinline__ float index_scale(float amax) {
   constexpr float kLeastAmax = 1e-4f;
   constexpr float kLeast = 0x1p-126f;  // which the former keeps it from
-  const float scale = amax_scale(max_f32(amax, kLeastAmax), kLeast);
-  return ue8m0 ? ceil_power_of_two(scale) : scale;
+  return amax_scale(max_f32(amax, kLeastAmax), kLeast);
+}
+
+// The smallest power of two that is not below that.
+__device__ __forceinline__ float index_power_of_two(float amax) {
+  constexpr float kLeast = 0x1p-22f;  // for 1e-4 and less
+  return amax_power_of_two(amax, kLeast);
 }
 
 // Stores a row of which each lane has a run.
@@ -49,9 +55,14 @@ __device__ __forceinline__ void store_index_row(const float (&values)[kIndexRun]
   float amax = 0.0f;
 #pragma unroll
   for (int i = 0; i < kIndexRun; ++i) amax = max_f32(amax, abs_f32(values[i]));
-  const float scale = index_scale(max_over_lanes<kLanes>(amax), ue8m0);
+  amax = max_of_warp(amax);
+  const float scale = ue8m0 ? index_power_of_two(amax) : index_scale(amax);
   u32 codes[1];
-  encode_quotients<E4m3>(QuotientScale(scale), values, codes);
+  if (ue8m0) {
+    encode_quotients<E4m3>(PowerOfTwoScale(scale), values, codes);
+  } else {
+    encode_quotients<E4m3>(QuotientScale(scale), values, codes);
+  }
   u8* destination = place.codes + lane * kIndexRun;
   if (address_of(place.codes) % 4 == 0) {
     *reinterpret_cast<u32*>(destination) = codes[0];

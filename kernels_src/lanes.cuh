@@ -30,6 +30,15 @@ __device__ __forceinline__ float max_over_lanes(float largest) {
   return largest;
 }
 
+// The largest one of the warp, of numbers >= 0: their order is that of their bits.
+__device__ __forceinline__ float max_of_warp(float largest) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return float_of(__reduce_max_sync(kWholeWarp, bits_of(largest)));
+#else
+  return max_over_lanes<kLanes>(largest);
+#endif
+}
+
 // What the neighbour in a pair of lanes has.
 __device__ __forceinline__ uint4 swap_in_pair(const uint4& vector) {
   return {__shfl_xor_sync(kWholeWarp, vector.x, 1), __shfl_xor_sync(kWholeWarp, vector.y, 1),

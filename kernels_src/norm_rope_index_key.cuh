@@ -25,24 +25,12 @@ struct IndexNorm {
   float bias[kIndexRun];
 };
 
-// A lane's run of a key and its angles, as they lie in memory.
+// A lane's run of a key, with weight, bias and angles, as they lie in memory.
 struct IndexFragment {
   QuadBits run;
-  u32 cos[kIndexRun];
-  u32 sin[kIndexRun];
-
-  __device__ __forceinline__ void load_angles(const RopeTable& table, const u8* angles, i32 lane) {
-    if (angles == nullptr) return;
-    const bool in_halves = table.step == 1;
-#pragma unroll
-    for (int i = 0; i < kIndexRun; ++i) {
-      const i32 element = lane * kIndexRun + i;
-      if (element >= 2 * table.half) continue;
-      const i32 pair = in_halves ? element % table.half : element / 2;
-      cos[i] = load_number_bits(angles, table.type, pair);
-      sin[i] = load_number_bits(angles, table.type, table.half + pair);
-    }
-  }
+  QuadBits weight;
+  QuadBits bias;
+  u32 angles[2 * kIndexRun];  // cosines, then sines
 };
 
 // LayerNorm of a lane's run.
@@ -63,26 +51,87 @@ __device__ __forceinline__ void layer_norm(const IndexNorm& norm, float eps,
   }
 }
 
-// RoPE of a lane's run; `row` is the warp's.
-__device__ __forceinline__ void rotate_index_run(const RopeTable& table,
-                                                 const IndexFragment& fragment,
-                                                 float (&row)[kIndexWidth], i32 lane,
-                                                 float (&values)[kIndexRun]) {
+// RoPE of runs of which each is rotated as a whole, and in halves lies in one of them.
+struct RunRope {
+  const RopeTable& table;
+  i32 lane;
+
+  __device__ __forceinline__ static bool takes(const RopeTable& table) {
+    return table.half % kIndexRun == 0;
+  }
+
+  __device__ __forceinline__ bool in_halves() const { return table.step == 1; }
+  __device__ __forceinline__ bool is_rotated() const { return lane * kIndexRun < 2 * table.half; }
+  __device__ __forceinline__ bool is_first_half() const { return lane * kIndexRun < table.half; }
+
+  // Element i has angle i of the run, or that of every other one.
+  __device__ __forceinline__ void load(const u8* angles, IndexFragment& fragment) const {
+    if (angles == nullptr || !is_rotated()) return;
+    const i32 element = lane * kIndexRun;
+    const i32 in_half = is_first_half() ? element : element - table.half;
+    const i32 pair = in_halves() ? in_half : element / 2;
+    if (table.type == kFloat32) {
+      load(reinterpret_cast<const u32*>(angles) + pair, fragment);
+    } else {
+      load(reinterpret_cast<const u16*>(angles) + pair, fragment);
+    }
+  }
+
+  template <class Bits>
+  __device__ __forceinline__ void load(const Bits* cos, IndexFragment& fragment) const {
+    const Bits* sin = cos + table.half;
+    const i32 places[kIndexRun] = {0, in_halves() ? 1 : 0, in_halves() ? 2 : 1,
+                                   in_halves() ? 3 : 1};
+#pragma unroll
+    for (int i = 0; i < kIndexRun; ++i) {
+      fragment.angles[i] = cos[places[i]];
+      fragment.angles[kIndexRun + i] = sin[places[i]];
+    }
+  }
+
+  // All lanes of the warp take part.
+  __device__ __forceinline__ void rotate(const IndexFragment& fragment,
+                                         float (&values)[kIndexRun]) const {
+    // Of the pair (a, b), a becomes a * cos - b * sin, and b becomes b * cos + a * sin.
+    float others[kIndexRun] = {values[1], values[0], values[3], values[2]};
+    u32 signs[kIndexRun] = {kSignBit, 0, kSignBit, 0};  // of the products with a sine
+    if (in_halves()) {
+      const i32 away = table.half / kIndexRun;
+      const i32 partner = is_first_half() ? lane + away : lane - away;
+#pragma unroll
+      for (int i = 0; i < kIndexRun; ++i) {
+        others[i] = __shfl_sync(kWholeWarp, values[i], partner);
+        signs[i] = is_first_half() ? kSignBit : 0;
+      }
+    }
+    if (!is_rotated()) return;
+    float angles[2 * kIndexRun];
+    widen_numbers(fragment.angles, table.type, angles);
+#pragma unroll
+    for (int i = 0; i < kIndexRun; ++i) {
+      const float by_cos = mul_rn_f32(values[i], angles[i]);
+      const float by_sin = mul_rn_f32(others[i], angles[kIndexRun + i]);
+      values[i] = add_rn_f32(by_cos, float_of(bits_of(by_sin) ^ signs[i]));
+    }
+  }
+};
+
+// RoPE of a lane's run for any table; `row` is the warp's.
+__device__ __forceinline__ void rotate_by_element(const RopeTable& table, const u8* angles,
+                                                  float (&row)[kIndexWidth], i32 lane,
+                                                  float (&values)[kIndexRun]) {
 #pragma unroll
   for (int i = 0; i < kIndexRun; ++i) row[lane * kIndexRun + i] = values[i];
   __syncwarp(kWholeWarp);
-#pragma unroll
-  for (int i = 0; i < kIndexRun; ++i) {
-    const i32 element = lane * kIndexRun + i;
-    if (element >= 2 * table.half) continue;
-    // Of the pair (a, b) this is a where it is first, else b.
-    const bool is_first = table.step == 1 ? element < table.half : element % 2 == 0;
-    const i32 other = is_first ? element + table.partner : element - table.partner;
-    const float by_cos = mul_rn_f32(values[i], widen_number(fragment.cos[i], table.type));
-    const float by_sin = mul_rn_f32(row[other], widen_number(fragment.sin[i], table.type));
-    values[i] = is_first ? sub_rn_f32(by_cos, by_sin) : add_rn_f32(by_cos, by_sin);
+#pragma unroll 1
+  for (i32 pair = lane; pair < table.half; pair += kLanes) {
+    const PairPlaces places = pair_places(table, pair);
+    rotate(row[places.first], row[places.second], load_number(angles, table.type, pair),
+           load_number(angles, table.type, table.half + pair));
   }
   __syncwarp(kWholeWarp);
+#pragma unroll
+  for (int i = 0; i < kIndexRun; ++i) values[i] = row[lane * kIndexRun + i];
 }
 
 template <class Input>
@@ -96,13 +145,14 @@ __device__ __forceinline__ void store_index_key(const NormRopeParams& p, const W
   fragment.run.load(
       p.index_k + token.index * p.index_k_stride + first * i64{sizeof(typename Input::Bits)},
       kNumberType<Input>);
-  QuadBits weight;
-  QuadBits bias;
-  weight.load(p.index_weight + first * number_bytes(p.index_weight_type), p.index_weight_type);
-  bias.load(p.index_bias + first * number_bytes(p.index_bias_type), p.index_bias_type);
+  fragment.weight.load(p.index_weight + first * number_bytes(p.index_weight_type),
+                       p.index_weight_type);
+  fragment.bias.load(p.index_bias + first * number_bytes(p.index_bias_type), p.index_bias_type);
 
   const u8* angles = find_angles_of(token, p, p.index_rope, p.index_table, position);
-  fragment.load_angles(p.index_rope, angles, token.lane);
+  const RunRope by_runs = {p.index_rope, token.lane};
+  const bool is_by_runs = RunRope::takes(p.index_rope);
+  if (is_by_runs) by_runs.load(angles, fragment);
   IndexCache cache = p.index;
   cache.codes.cache = p.index_codes;
   cache.scales.cache = p.index_scales;
@@ -112,14 +162,18 @@ __device__ __forceinline__ void store_index_key(const NormRopeParams& p, const W
   if (to.codes == nullptr) return;
 
   IndexNorm norm;
-  weight.widen(p.index_weight_type, norm.weight);
-  bias.widen(p.index_bias_type, norm.bias);
+  fragment.weight.widen(p.index_weight_type, norm.weight);
+  fragment.bias.widen(p.index_bias_type, norm.bias);
   float values[kIndexRun];
   fragment.run.widen(kNumberType<Input>, values);
   layer_norm(norm, p.index_eps, values);
   round_if_staged<Input>(p.key, values);
-  rotate_index_run(p.index_rope, fragment, block_shared<IndexShared>().rows[threadIdx.y],
-                   token.lane, values);
+  if (is_by_runs) {
+    by_runs.rotate(fragment, values);
+  } else {
+    rotate_by_element(p.index_rope, angles, block_shared<IndexShared>().rows[threadIdx.y],
+                      token.lane, values);
+  }
   round_if_staged<Input>(p.key, values);
   store_index_row(values, to, true, token.lane);
 }

@@ -12,7 +12,7 @@
 namespace cupy_mla {
 
 // What the thread blocks of a launch do; those for the same tokens follow one another.
-enum NormRopePart : i32 { kQueryPart, kKeyPart, kIndexPart, kNormRopeParts };
+enum NormRopePart : i32 { kQueryPart, kKeyPart, kIndexPart, kTopkPart };
 
 // Places of counters and error records.
 enum NormRopeCache : i32 { kMlaCache, kIndexCache, kNormRopeCaches };
@@ -47,16 +47,17 @@ struct NormRopeParams {
   // Scalars by who reads them: each line of the constant cache that a block touches costs it time.
   i32 tokens;
   i32 position_bytes;
-  Divisor parts;  // thread blocks that share tokens
-  i32 part_kinds[kNormRopeParts];
+  Divisor parts;      // thread blocks that share tokens
   i32 stream_stores;  // 1: what is written exceeds the L2 cache
+  u64 part_kinds;     // NormRopePart of each of these, a byte each, the first one lowest
 
   i32 q_width;
   i32 q_weight_type;  // NumberType, as the other two
   float q_eps;
-  i32 topk_bytes;  // of a row
-  i32 slot_bytes;  // of the MLA cache's
-  i64 q_c_stride;  // bytes a token, as the others
+  i32 topk_bytes;        // of a row
+  i32 slot_bytes;        // of the MLA cache's
+  i32 index_slot_bytes;  // of the indexer cache's
+  i64 q_c_stride;        // bytes a token, as the others
   i64 q_c_out_stride;
   i64 topk_stride;
 
@@ -68,11 +69,10 @@ struct NormRopeParams {
   LayerEntry mla;  // without its address, as the other two
 
   i64 index_k_stride;
-  i32 index_slot_bytes;
   i32 index_weight_type;
   i32 index_bias_type;
   float index_eps;
-  i64 reserved;  // no holes: entries lie at multiples of 16 bytes
+  i32 reserved[3];  // no holes: entries lie at multiples of 16 bytes
   RopeTable index_rope;
   IndexCache index;
 };

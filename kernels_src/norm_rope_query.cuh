@@ -1,4 +1,4 @@
-// The query's part of norm_rope: RMSNorm of a latent query, and its row of top-k indices filled.
+// The query's part of norm_rope: RMSNorm of its latent part.
 
 #pragma once
 
@@ -137,32 +137,10 @@ struct WideQuery {
   }
 };
 
-// Sets all bits of consecutive 4-byte words.
-__device__ __forceinline__ void fill_with_ones(u8* start, i32 bytes, i32 lane, bool streaming) {
-  constexpr u32 kOnes = 0xFFFFFFFFu;
-  const i32 head = min(bytes, static_cast<i32>(-address_of(start) % kVectorBytes));
-  const i32 vectors = (bytes - head) / static_cast<i32>(kVectorBytes);
-  u8* tail = start + head + vectors * i64{kVectorBytes};
-  const i32 tail_words = (bytes - head) % static_cast<i32>(kVectorBytes) / 4;
-  for (i32 i = lane; i < vectors; i += kLanes) {
-    store_vector(start + head + i * i64{kVectorBytes}, {kOnes, kOnes, kOnes, kOnes}, streaming);
-  }
-  if (lane < head / 4) reinterpret_cast<u32*>(start)[lane] = kOnes;
-  if (lane < tail_words) reinterpret_cast<u32*>(tail)[lane] = kOnes;
-}
-
-// Fills the token's row of top-k indices with -1.
-__device__ __forceinline__ void fill_indices(const NormRopeParams& p, const WarpToken& token) {
-  if (p.topk == nullptr || !token.exists) return;
-  fill_with_ones(p.topk + token.index * p.topk_stride, p.topk_bytes, token.lane,
-                 p.stream_stores != 0);
-}
-
 template <class Input>
 __device__ __forceinline__ void norm_wide_query(const NormRopeParams& p, const WarpToken& token,
                                                 const u8* from, u8* to) {
-  // Everything is asked for before anything is looked at, and what is stored without being looked
-  // at is stored meanwhile.
+  // Everything is asked for before anything is looked at.
   SharedQueryWeights& shared = block_shared<SharedQueryWeights>();
   const bool is_shared = SharedQueryWeights::suffices_for(p);
   SharedQueryWeights::Brought brought{};
@@ -171,7 +149,6 @@ __device__ __forceinline__ void norm_wide_query(const NormRopeParams& p, const W
       p, is_shared ? reinterpret_cast<const u8*>(shared.vectors) : p.q_weight, token.lane, {}};
   const auto* row = reinterpret_cast<const uint4*>(from);
   if (token.exists) query.load(row);
-  fill_indices(p, token);
   if (is_shared) shared.put(p, brought, thread_of(token));
   __syncthreads();
   if (token.exists) query.store(row, query.factor(row), reinterpret_cast<uint4*>(to));
@@ -187,7 +164,6 @@ __device__ __forceinline__ void norm_query(const NormRopeParams& p, const WarpTo
     norm_wide_query<Input>(p, token, from, to);
     return;
   }
-  fill_indices(p, token);
   if (!token.exists) return;
   rms_norm_by_element<Input>(
       from, p.q_width, p.q_weight, p.q_weight_type, p.q_eps, token.lane, [&](i32 i, float value) {

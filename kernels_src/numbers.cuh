@@ -39,6 +39,22 @@ __device__ __forceinline__ float widen_number(u32 bits, i32 type) {
   return type == kBfloat16 ? Bfloat16::widen(bits) : Float16::widen(bits);
 }
 
+// All of them, with one look at their type.
+template <int kCount>
+__device__ __forceinline__ void widen_numbers(const u32 (&bits)[kCount], i32 type,
+                                              float (&values)[kCount]) {
+  if (type == kFloat32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = Float32::widen(bits[i]);
+  } else if (type == kBfloat16) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = Bfloat16::widen(bits[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = Float16::widen(bits[i]);
+  }
+}
+
 __device__ __forceinline__ float load_number(const u8* numbers, i32 type, i64 i) {
   return widen_number(load_number_bits(numbers, type, i), type);
 }

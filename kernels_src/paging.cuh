@@ -49,19 +49,27 @@ __device__ __forceinline__ LayerEntry load_entry(const LayerEntry* source) {
   return loaded.entry;
 }
 
-__device__ __forceinline__ u8* row_address(const LayerEntry& layer, i64 slot) {
+// A row of a cache.
+struct RowPlace {
   i64 block;
-  i64 row;
+  i64 row;  // of the block
+};
+
+__device__ __forceinline__ RowPlace find_row(const Divisor& block_size, i64 slot) {
   if (slot >> 31 == 0) {
-    const u32 quotient = divide(static_cast<u32>(slot), layer.block_size);
-    block = quotient;
-    row = static_cast<u32>(slot) - quotient * layer.block_size.value;
-  } else {
-    // Beyond 2^31 rows; long division of the upper and the lower 31 bits would need no less code.
-    block = slot / layer.block_size.value;
-    row = slot % layer.block_size.value;
+    const u32 quotient = divide(static_cast<u32>(slot), block_size);
+    return {quotient, static_cast<u32>(slot) - quotient * block_size.value};
   }
-  return layer.cache + block * layer.block_stride + row * layer.row_stride;
+  // Beyond 2^31 rows; long division of the upper and the lower 31 bits would need no less code.
+  return {slot / block_size.value, slot % block_size.value};
+}
+
+__device__ __forceinline__ u8* row_address(const LayerEntry& layer, const RowPlace& place) {
+  return layer.cache + place.block * layer.block_stride + place.row * layer.row_stride;
+}
+
+__device__ __forceinline__ u8* row_address(const LayerEntry& layer, i64 slot) {
+  return row_address(layer, find_row(layer.block_size, slot));
 }
 
 struct SlotArray {

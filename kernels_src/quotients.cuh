@@ -77,9 +77,27 @@ struct QuotientScale {
   }
 };
 
+// Quotients of a scale that is a power of two up to 2^126, or Inf: the products with its inverse,
+// which are rounded alike.
+struct PowerOfTwoScale {
+  float inverse;
+
+  __device__ __forceinline__ explicit PowerOfTwoScale(float scale) {
+    const u32 bits = bits_of(scale);
+    inverse = float_of(bits == kInfinityBits ? 0u : 2 * bits_of(1.0f) - bits);
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void divide_all(const float (&values)[kCount],
+                                             float (&quotients)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) quotients[i] = mul_rn_f32(values[i], inverse);
+  }
+};
+
 // Codes of values, four a word, the first one in the lowest byte.
-template <class Code, int kWords>
-__device__ __forceinline__ void encode_quotients(const QuotientScale& scale,
+template <class Code, int kWords, class Scale>
+__device__ __forceinline__ void encode_quotients(const Scale& scale,
                                                  const float (&values)[4 * kWords],
                                                  u32 (&codes)[kWords]) {
   float quotients[4 * kWords];
@@ -93,8 +111,8 @@ __device__ __forceinline__ void encode_quotients(const QuotientScale& scale,
 }
 
 // Codes of two values in the lower half of a word.
-template <class Code>
-__device__ __forceinline__ u32 encode_two(const QuotientScale& scale, float a, float b) {
+template <class Code, class Scale>
+__device__ __forceinline__ u32 encode_two(const Scale& scale, float a, float b) {
   const float values[2] = {a, b};
   float quotients[2];
   scale.divide_all(values, quotients);

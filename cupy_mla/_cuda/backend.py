@@ -18,7 +18,7 @@ from .fused import CudaFused
 from .insert import ALL_CACHES, ONE_CACHE, PreparedInsert, prepare, prepare_grouped
 from .prepared import Known
 from .read import CudaReads
-from .streams import Keeper, hold, wait_for_producers
+from .streams import Keeper, hand_over, hold, wait_for_producers
 from .target import CallTarget, CudaTarget
 
 _backends: dict[int, CudaBackend] = {}
@@ -78,12 +78,19 @@ class CudaBackend(CudaFused, CudaReads):
         arrays: Iterable[ArrayRef],
         owner: ArrayRef,
         stream: object,
+        made: Iterable[ArrayRef] = (),
     ) -> None:
-        """Launch on the right stream, behind the producers of the arrays."""
+        """Launch on the right stream, behind the producers of the arrays.
+
+        That is the one which is given, else the current one of the framework of `owner`; arrays
+        that are new and returned are ready on the current one of their own, too.
+        """
         pointer = self._stream(operation, stream, owner)
         present = [ref for ref in arrays if ref.ptr]
         foreign = wait_for_producers(self.device, present, pointer)
         launch(pointer)
+        if stream is None:
+            hand_over(self.device, made, pointer)
         if foreign:
             hold(self.device, self._keeper, foreign, stream, pointer)
 

@@ -51,14 +51,15 @@ class CudaFused(ABC):
         arrays: Iterable[ArrayRef],
         owner: ArrayRef,
         stream: object,
+        made: Iterable[ArrayRef] = (),
     ) -> None:
         """Launch on the right stream, behind the producers of the arrays."""
 
     def _new(self, shape: tuple[int, ...], dtype: DType, like: ArrayRef) -> ArrayRef:
         """Allocate an output of the framework of `like`, or CuPy's; its owner is the array.
 
-        It comes from a pool, in the order of its framework's current stream. That is where the
-        kernel runs; on any other stream `_run` orders and keeps it, as it does inputs.
+        It comes from a pool, in the order of its framework's current stream. Where the kernel runs
+        on another one, `_run` orders and keeps it as it does inputs, and hands it over.
         """
         if dtype == dtypes.FLOAT8_E4M3 and like.framework != "torch":
             dtype = dtypes.UINT8
@@ -149,18 +150,19 @@ class CudaFused(ABC):
     ) -> Any:
         """Norm, rotate and store a step; return the normed query."""
         prepared = self._norm_rope(plan, target)
-        out = inputs.q_c_out
+        out, made = inputs.q_c_out, list[ArrayRef]()
         if out is None:
             out = self._new((plan.tokens, plan.q_c.width), plan.input_dtype, inputs.q_c)
+            made = [out]
         if prepared is not None:
             addresses = norm_rope.step_addresses(inputs, out) + target.addresses()
-            layer = target.arrays()
             self._run(
                 plan.operation,
                 lambda pointer: prepared.run(addresses, pointer),
-                [*layer, *norm_rope.step_arrays(inputs), out],
-                layer[0],
+                [*target.arrays(), *norm_rope.step_arrays(inputs), out],
+                target.owner(out),
                 stream,
+                made,
             )
         return out.owner
 
@@ -202,9 +204,10 @@ class CudaFused(ABC):
     ) -> tuple[Any, Any, Any]:
         """Rotate and quantise queries; return index_q, its weights and mqa_q."""
         prepared = self._query(plan, inputs)
+        given_outs = query.given_outputs(inputs)
         outs = [
             self._new(*wanted, inputs.q_pe) if given is None and wanted is not None else given
-            for given, wanted in zip(query.given_outputs(inputs), query.outputs(plan), strict=True)
+            for given, wanted in zip(given_outs, query.outputs(plan), strict=True)
         ]
         mqa, index_q, weights = outs
         if prepared is not None and mqa is not None:
@@ -213,8 +216,13 @@ class CudaFused(ABC):
                 plan.operation,
                 lambda pointer: prepared.run(addresses, pointer),
                 [*query.arrays(inputs), *(ref for ref in outs if ref is not None)],
-                inputs.q_pe,
+                mqa,
                 stream,
+                [
+                    ref
+                    for ref, given in zip(outs, given_outs, strict=True)
+                    if given is None and ref is not None
+                ],
             )
         made = [None if ref is None else ref.owner for ref in (index_q, weights, mqa)]
         return made[0], made[1], made[2]

@@ -91,9 +91,18 @@ class NormRopeTarget:
         """Return where the layer's arrays lie, 0 for what is none."""
         return tuple(part.ptr if isinstance(part, ArrayRef) else 0 for part in self._parts())
 
+    def owner(self, *outputs: ArrayRef) -> ArrayRef:
+        """Return the array on whose framework's current stream a step runs.
+
+        That is a cache, else an output, of a framework that has current streams.
+        """
+        given = (self.layer.mla_cache, self.layer.indexer_cache, *outputs, self.layer.q_weight)
+        present = [ref for ref in given if ref is not None]
+        return next((ref for ref in present if ref.framework in ("cupy", "torch")), present[0])
+
     def stream(self) -> int:
-        """Return the current stream of the framework that owns the layer's first array."""
-        return self.device.current_stream(self.arrays()[0].framework)
+        """Return the current stream of the framework that owns the caches."""
+        return self.device.current_stream(self.owner().framework)
 
     def scale_number(self) -> float | None:
         """Return the scale of the MLA cache where it is no array."""
@@ -260,7 +269,7 @@ def prepare(device: Device, plan: NormRopePlan, target: NormRopeTarget) -> Prepa
         most_turns=1,
     )
     arguments["parts"] = params.divisor(len(parts))
-    arguments["part_kinds"][0, : len(parts)] = parts
+    arguments["part_kinds"] = sum(part << 8 * place for place, part in enumerate(parts))
     arguments["stream_stores"] = _written_bytes(plan) > device.l2_bytes
     special, layout = specialisation(plan.layer, plan.input_dtype.name)
     function = load(device, special, layout)
@@ -274,6 +283,8 @@ def _parts(plan: NormRopePlan) -> list[int]:
         parts.append(params_fused.KEY_PART)
     if plan.indexer_slots is not None:
         parts.append(params_fused.INDEX_PART)
+    if plan.topk is not None:
+        parts.append(params_fused.TOPK_PART)
     return parts
 
 

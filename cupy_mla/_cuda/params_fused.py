@@ -57,7 +57,7 @@ _CONTEXT_PARAMS = packed(
 )
 _INDEX_CACHE = packed(("codes", LAYER_ENTRY.dtype), ("scales", LAYER_ENTRY.dtype))
 #: What a thread block of norm_rope does; the values of ``NormRopePart``.
-QUERY_PART, KEY_PART, INDEX_PART = range(3)
+QUERY_PART, KEY_PART, INDEX_PART, TOPK_PART = range(4)
 _NORM_ROPE_PARAMS = packed(
     ("positions", PTR),
     ("q_c", PTR),
@@ -85,13 +85,14 @@ _NORM_ROPE_PARAMS = packed(
     ("tokens", I32),
     ("position_bytes", I32),
     ("parts", DIVISOR.dtype),
-    ("part_kinds", I32, (3,)),
     ("stream_stores", I32),
+    ("part_kinds", I64),
     ("q_width", I32),
     ("q_weight_type", I32),
     ("q_eps", F32),
     ("topk_bytes", I32),
     ("slot_bytes", I32),
+    ("index_slot_bytes", I32),
     ("q_c_stride", I64),
     ("q_c_out_stride", I64),
     ("topk_stride", I64),
@@ -102,11 +103,10 @@ _NORM_ROPE_PARAMS = packed(
     ("key", _KEY_NORM),
     ("mla", LAYER_ENTRY.dtype),
     ("index_k_stride", I64),
-    ("index_slot_bytes", I32),
     ("index_weight_type", I32),
     ("index_bias_type", I32),
     ("index_eps", F32),
-    ("reserved", I64),
+    ("reserved", I32, (3,)),
     ("index_rope", _ROPE_TABLE),
     ("index", _INDEX_CACHE),
 )

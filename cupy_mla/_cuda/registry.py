@@ -286,7 +286,7 @@ KERNELS: dict[str, Kernel] = {
                 params_fused.KEY_NORM,
                 params_fused.INDEX_CACHE,
             ),
-            _value_formats({"bfloat16": 6, "float16": 6, "float32": 5}, tiled=6),
+            _value_formats({"bfloat16": 8, "float16": 8, "float32": 7}, tiled=7),
             max_threads=128,
         ),
         Kernel(

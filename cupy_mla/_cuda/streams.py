@@ -67,6 +67,16 @@ def wait_for_producers(device: Device, arrays: Iterable[ArrayRef], stream: int) 
     return [] if capturing else foreign
 
 
+def hand_over(device: Device, made: Iterable[ArrayRef], stream: int) -> None:
+    """Make the current streams of new arrays' frameworks wait for the stream that fills them.
+
+    While one of these is captured, nothing waits: see `wait_for_producers`.
+    """
+    for consumer in {device.current_stream(ref.framework) for ref in made} - {stream}:
+        if not (device.is_capturing(stream) or device.is_capturing(consumer)):
+            device.wait_stream(consumer, stream)
+
+
 def producer_stream(device: Device, ref: ArrayRef) -> int | None:
     """Return the stream on which an array is made; None where only its exporter knows."""
     if ref.framework in ("cupy", "torch"):

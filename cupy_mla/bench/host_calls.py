@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,10 @@ from .operations.insert import split
 from .problem import Array, Arrays, Call, Instance, Operation, Problem
 
 #: Calls between two looks at the clock, and how often.
-BATCH, ROUNDS = 100, 25
+BATCH, ROUNDS = 100, 40
+
+#: Alternatives of one launch a layer or fewer, whose host time is of interest.
+_OTHERS = ("vLLM", "vLLM grouped", "Triton")
 
 
 @dataclass(frozen=True)
@@ -77,32 +81,54 @@ class TorchArrays:
         return raw
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A way to call an operation."""
+
+    problem: Problem
+    name: str
+    arrays: str
+    call: Call
+
+
 def measure(
     operation: Operation,
-    problem: Problem,
+    problems: Sequence[Problem],
     machine: Machine,
     *,
     batch: int,
     rounds: int,
-    others: bool,
 ) -> list[HostRow]:
     """Measure all ways to call an operation, and for an insert other ways to launch.
 
     Parameters
     ----------
     operation : Operation
-    problem : Problem
+    problems : sequence of Problem
         Of any size: the device's queue holds more calls than are made between two waits for it.
+        Other ways to launch are measured for the first one.
     machine : Machine
     batch, rounds : int
-    others : bool
-        Whether other ways to launch are wanted.
+        Calls between two looks at the clock, and how often.
     """
+    ways = [
+        way
+        for i, problem in enumerate(problems)
+        for way in _ways(operation, problem, machine, others=i == 0)
+    ]
+    times = machine.timer.host([way.call for way in ways], batch=batch, rounds=rounds)
+    return [
+        HostRow(way.problem, way.name, way.arrays, Figures.of(values))
+        for way, values in zip(ways, times, strict=True)
+    ]
+
+
+def _ways(operation: Operation, problem: Problem, machine: Machine, *, others: bool) -> list[_Way]:
     timer = machine.timer
-    found: list[tuple[str, str, Call]] = []
+    ways: list[_Way] = []
 
     def add(name: str, arrays: str, call: Call) -> None:
-        found.append((name, arrays, call))
+        ways.append(_Way(problem, name, arrays, call))
 
     with timer.scope():
         instance = operation.make(problem, machine.arrays, machine)
@@ -129,14 +155,18 @@ def measure(
                 add(name, "torch", call)
     if is_insert:
         add("cupy.RawKernel, 15 arguments", "CuPy", timer.raw_kernel_call())
-        for name, alternative in instance.alternatives.items():
-            if name.startswith("vLLM"):
-                add(name, "torch", alternative.call)
-    times = timer.host([call for _, _, call in found], batch=batch, rounds=rounds)
-    return [
-        HostRow(problem, name, arrays, Figures.of(values))
-        for (name, arrays, _), values in zip(found, times, strict=True)
-    ]
+    if others:
+        timer.synchronize()
+        for name in _OTHERS:
+            other = instance.alternatives.get(name)
+            if other and guarded(machine.notes, name, functools.partial(_ran, other.call)):
+                add(name, "torch", other.call)
+    return ways
+
+
+def _ran(call: Call) -> bool:
+    call()
+    return True
 
 
 def _recorded(

@@ -1,4 +1,4 @@
-"""Inserts of other libraries, where they are installed: vLLM, FlashInfer, SGLang, plain torch."""
+"""What other libraries do, where they are installed: vLLM, FlashInfer, SGLang, Triton, torch."""
 
 from __future__ import annotations
 
@@ -54,6 +54,29 @@ def add_insert_peers(problem: Problem, instance: Instance, machine: Machine) -> 
         alternative = guarded(machine.notes, name, functools.partial(maker, step, machine))
         if alternative is not None:
             instance.alternatives[name] = alternative
+
+
+def add_triton(name: str, problem: Problem, instance: Instance, machine: Machine) -> None:
+    """Add what a kernel of Triton does with the same buffers.
+
+    Parameters
+    ----------
+    name : str
+        Function of `triton_ways`.
+    problem : Problem
+    instance : Instance
+    machine : Machine
+        With torch.
+    """
+    if "Triton" in machine.notes:
+        return
+    ways = optional(f"{__package__}.triton_ways", machine.notes, "Triton")
+    if ways is None:
+        return
+    make = functools.partial(getattr(ways, name), problem, instance, machine.torch)
+    alternative = guarded(machine.notes, "Triton", make)
+    if alternative is not None:
+        instance.alternatives["Triton"] = alternative
 
 
 def _over_layers(step: _Step, call: Callable[[int], Any]) -> Call:

@@ -43,6 +43,7 @@ _WAYS = {
     "scalar": "one launch for all layers in the published form, 2-byte loads and a block a token",
     "per layer": "a launch of this library for each layer",
     "torch": "torch's own operations",
+    "Triton": "a kernel in Triton, a program for each part of a token or a few of its heads",
     "torch, six steps": "torch for norm and RoPE, then this library's insert",
     "insert alone": "this library's insert, without norm and RoPE",
 }

@@ -126,8 +126,7 @@ def _tasks(settings: Settings, *, timed: bool) -> Iterator[_Task]:
             if settings.step and name == "insert":
                 yield _Task(f"{problem.label}, step", operation, problem, "step")
         if timed and "host" in settings.sections:
-            for problem in _of_each_size(found):
-                yield _Task(f"{problem.label}, host", operation, problem, "host")
+            yield _Task(f"{name}, host", operation, found[0], "host")
         if timed and "compile" in settings.sections:
             yield _Task(f"{name}, compilation", operation, found[0], "compile")
 
@@ -198,14 +197,12 @@ class GpuSession:
 
     def _host(self, operation: Operation, problem: Problem) -> None:
         settings = self._settings
-        fewest = min(found.tokens for found in problems(settings, operation))
         self._report.host += measure_host(
             operation,
-            problem,
+            _of_each_size(problems(settings, operation)),
             self._machine,
             batch=settings.host_batch,
             rounds=settings.host_rounds,
-            others=problem.tokens == fewest,
         )
 
     def _compile(self, operation: Operation, problem: Problem) -> None:

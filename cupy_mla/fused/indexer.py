@@ -52,7 +52,8 @@ def indexer_k_quant_and_cache(
     Notes
     -----
     Codes are ``sat(RNE(x / s))`` by IEEE division. amax is the largest magnitude of the row that
-    is no NaN; a NaN is stored as 0x7F.
+    is no NaN; a NaN is stored as 0x7F. Nothing that is read may share memory with the cache; on a
+    GPU that is looked at when arrays of these shapes, strides and dtypes come for the first time.
 
     Examples
     --------

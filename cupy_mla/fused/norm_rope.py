@@ -378,6 +378,9 @@ def fused_norm_rope(
     The MLA cache then gets what `concat_and_cache_mla` would store of these values. A NaN is
     0x7F in fp8, 0x7FFF in 16 bits.
 
+    Whether arrays share memory is on a GPU looked at when arrays of these shapes, strides and
+    dtypes come for the first time.
+
     Examples
     --------
     >>> import numpy as np

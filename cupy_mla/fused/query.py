@@ -103,6 +103,9 @@ def fused_q(
       of each head, amax the largest magnitude that is no NaN.
     - ``index_weights_out = ((w * s) * softmax_scale) * head_scale``.
 
+    Whether arrays share memory is on a GPU looked at when arrays of these shapes, strides and
+    dtypes come for the first time.
+
     Examples
     --------
     >>> import numpy as np

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupy_mla._arrays import ArrayRef
-from cupy_mla._plan import ErrorRecord, Scale
+from cupy_mla._plan import COUNTERS_ALWAYS, ErrorRecord, Scale
 from cupy_mla._plan_fused import (
     FusedQInputs,
     FusedQPlan,
@@ -52,10 +52,9 @@ class NormRopeTarget:
     def counts(self) -> dict[str, Array]:
         """Return a copy of the counters, int64 [2] each; a cache that is missing counts 0."""
         parts = [None if part is None else part.counts() for part in (self.mla, self.indexer)]
-        names = dict.fromkeys(name for part in parts if part is not None for name in part)
         return {
             name: np.array([0 if part is None else part[name][0] for part in parts], np.int64)
-            for name in names
+            for name in COUNTERS_ALWAYS
         }
 
     def take_errors(self) -> list[ErrorRecord]:

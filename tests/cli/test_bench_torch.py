@@ -239,7 +239,7 @@ def test_what_fails_while_it_is_measured_is_noted_and_the_rest_goes_on(monkeypat
 def test_host_calls_are_measured_with_arrays_of_both_frameworks(fmt):
     machine = make_machine(torch)
     rows = host_calls.measure(
-        OPERATIONS["insert"], problem(fmt=fmt, layers=2), machine, batch=2, rounds=3, others=True
+        OPERATIONS["insert"], [problem(fmt=fmt, layers=2)], machine, batch=2, rounds=3
     )
     functions = ["bind()", "GroupedCacheWriter.insert", "concat_and_cache_mla, one layer"]
     names = [(row.name, row.arrays) for row in rows]

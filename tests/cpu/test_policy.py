@@ -240,6 +240,14 @@ def test_flags_and_numbers_of_numpy_are_taken(table):
     assert type(rule.fp8_query) is type(rule.cache_needs_fp8_view) is bool
 
 
+def test_what_is_named_twice_counts_once(table):
+    rule = register_backend(
+        "twice", architectures=[9, 10, 9], layouts=["fp8", "fp8_e4m3"], fp8_query=True
+    )
+    assert rule.architectures == (9, 10)
+    assert rule.layouts == ("fp8_e4m3",)
+
+
 KNOWN = "fp8, bfloat16, float16, float32, fp8_e4m3, fp8_e5m2, fp8_ds_mla, got"
 INTEGERS = "be a sequence of integers (9 for SM90), got "
 NAMES = "be a sequence of names of layouts, got "
@@ -266,6 +274,8 @@ NAMES = "be a sequence of names of layouts, got "
         ({"architectures": ["9"]}, TypeError, "architectures", f"{INTEGERS}a sequence with str"),
         ({"architectures": [True]}, TypeError, "architectures", f"{INTEGERS}a sequence with bool"),
         ({"exponent_only": [100]}, ValueError, "exponent_only", "9 for SM90"),
+        ({"architectures": [9, 12], "exponent_only": [12, 10]}, ValueError, "exponent_only",
+         "hold numbers of architectures (9, 12), got 10"),
         ({"exponent_only": 9}, TypeError, "exponent_only", f"{INTEGERS}int"),
         ({"name": ""}, ValueError, "name", "not empty, got ''"),
         ({"name": " "}, ValueError, "name", "not empty, got ' '"),

@@ -28,6 +28,8 @@ from tests.fused_helpers import (
     expect,
     make_indexer_cache,
     make_layer,
+    run_function,
+    run_object,
 )
 from tests.helpers import make_cache, make_layered_pool, rejected
 
@@ -126,6 +128,67 @@ def test_norm_rope_refuses_what_shares_memory(rng, run, share, blamed, other):
             np.testing.assert_array_equal(np.asarray(given[name]), value)
 
 
+WRITTEN = (
+    "q_c_out", "kv_c_out", "k_pe_out", "topk_indices_buffer", "mla_kv_cache", "indexer_k_cache",
+)  # fmt: skip
+READ = (
+    "positions", "q_c", "q_rms_norm_w", "kv_c", "kv_rms_norm_w", "k_pe", "k_rope_cos_sin_cache",
+    "index_k", "index_k_layer_norm_w", "index_k_layer_norm_bias", "index_k_rope_cos_sin_cache",
+    "slot_mapping", "indexer_slot_mapping", "mla_k_scale",
+)  # fmt: skip
+IN_PLACE = {("q_c_out", "q_c"), ("kv_c_out", "kv_c"), ("k_pe_out", "k_pe")}
+
+
+def in_one_room(given: dict, names: tuple[str, str]) -> np.ndarray:
+    """Lay two arrays over one another, with what the second one holds; return the room."""
+    room = np.ones(max(given[name].nbytes for name in names), np.uint8)
+    for name in names:
+        value = given[name]
+        given[name] = np.ndarray(value.shape, value.dtype, room)
+        given[name][...] = value
+    return room
+
+
+@pytest.mark.parametrize(
+    ("run", "written", "other"),
+    [
+        (run, written, other)
+        for run in (run_function, run_object)
+        for place, written in enumerate(WRITTEN)
+        for other in (*READ, *WRITTEN[place + 1 :])
+        if (written, other) not in IN_PLACE
+        # The function takes a scale on the host by its value.
+        and not (run is run_function and other == "mla_k_scale")
+    ],
+)
+def test_norm_rope_refuses_what_lies_in_anything_it_writes(rng, run, written, other):
+    backend = helpers.Backend()
+    layer = make_layer(rng)
+    given = arguments(
+        backend,
+        layer,
+        mla_kv_cache=np.zeros((4, 4, 576), np.uint8),
+        mla_kv_cache_dtype="fp8_e4m3",
+        mla_k_scale=np.ones(1, F32),
+        indexer_k_cache=np.zeros((3, 4, 132), np.uint8),
+        indexer_slot_mapping=layer.slots.copy(),
+        topk_indices_buffer=np.zeros((5, 8), np.int32),
+        q_c_out=np.zeros_like(layer.q_c),
+        kv_c_out=np.zeros_like(layer.kv_c),
+        k_pe_out=np.zeros_like(layer.k_pe),
+    )
+    room = in_one_room(given, (written, other))
+    before = room.copy()
+    operation = "fused_norm_rope" if run is run_function else "FusedNormRope"
+    with pytest.raises(ValueError, match=SHARE) as caught:
+        run(given)
+    message = str(caught.value)
+    blamed = [name for name in (written, other) if message.startswith(f"{operation}: {name} must")]
+    assert blamed, message
+    assert (other if blamed == [written] else written) in message.partition(SHARE)[2]
+    np.testing.assert_array_equal(room, before)
+
+
 def test_columns_of_one_buffer_share_nothing(rng):
     backend = helpers.Backend()
     layer = make_layer(rng)
@@ -149,6 +212,10 @@ def test_columns_of_one_buffer_share_nothing(rng):
         (("index_weights_out", "index_weights"), "index_weights_out", "index_weights"),
         (("index_q_out", "positions"), "index_q_out", "positions"),
         (("index_weights_out", "q_pe_cos_sin_cache"), "index_weights_out", "q_pe_cos_sin_cache"),
+        (("mqa_q_out", "index_q_cos_sin_cache"), "mqa_q_out", "index_q_cos_sin_cache"),
+        (("index_q_out", "index_q_cos_sin_cache"), "index_q_out", "index_q_cos_sin_cache"),
+        (("mqa_q_out", "index_weights_out"), "mqa_q_out", "index_weights_out"),
+        (("index_weights_out", "index_q_out"), "index_weights_out", "index_q_out"),
     ],
 )
 def test_fused_q_refuses_what_shares_memory(names, blamed, other):
@@ -180,6 +247,18 @@ def test_keys_in_their_own_cache_are_refused():
     keys = cache.reshape(-1).view(F32)[: 3 * 128].reshape(3, 128)
     with rejected(ValueError, "indexer_k_quant_and_cache", "kv_cache", f"{SHARE} k, got"):
         indexer_k_quant_and_cache(keys, cache, np.arange(3))
+
+
+def test_slots_in_the_cache_of_keys_are_refused():
+    cache = np.zeros((3, 4, 132), np.uint8)
+    slots = cache.reshape(-1).view(np.int64)[:3]
+    slots[...] = 1, 2, 3
+    before = cache.copy()
+    with rejected(
+        ValueError, "indexer_k_quant_and_cache", "kv_cache", f"{SHARE} slot_mapping, got"
+    ):
+        indexer_k_quant_and_cache(np.ones((3, 128), F32), cache, slots)
+    np.testing.assert_array_equal(cache, before)
 
 
 # --- insert ---------------------------------------------------------------------------------------

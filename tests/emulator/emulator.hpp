@@ -504,6 +504,11 @@ inline T min(T a, T b) {
   return b < a ? b : a;
 }
 
+template <class T>
+inline T max(T a, T b) {
+  return a < b ? b : a;
+}
+
 #define EMULATOR_ENTRY(kernel)                                                               \
   extern "C" __attribute__((visibility("default"))) int emulator_entry(                      \
       unsigned grid, unsigned block_x, unsigned block_y, const void* arguments, char* error, \

@@ -56,7 +56,9 @@ extern "C" __global__ void exact_math_probe(const __grid_constant__ probe::Param
   put(cvt_rn_bf16x2(a, b));
   put(cvt_rn_f16x2(a, b));
   put(canonical_f32(a));
-  put(bits_of(ceil_power_of_two(a)));
+  const float power = amax_power_of_two(abs_f32(b), 0x1p-22f);
+  put(bits_of(power));
   put(encode_two<E4m3>(QuotientScale(b), a, c));
   put(encode_two<E5m2>(QuotientScale(b), a, c));
+  put(encode_two<E4m3>(PowerOfTwoScale(power), a, c));
 }

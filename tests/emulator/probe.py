@@ -21,8 +21,8 @@ OPERATIONS = (
     "add", "sub", "mul", "fma", "div", "rcp", "sqrt", "max", "abs", "neg", "fma_if_below",
     "bf16_to_f32", "f16_to_f32", "cvt_bf16", "cvt_f16", "cvt_e4m3x4", "cvt_e5m2x4",
     "cvt_e4m3_soft", "cvt_e5m2_soft", "e4m3_0", "e4m3_1", "e4m3_2", "e4m3_3", "e5m2_0", "e5m2_1",
-    "e5m2_2", "e5m2_3", "e4m3_soft", "cvt_bf16x2", "cvt_f16x2", "canonical", "ceil_power_of_two",
-    "codes_e4m3", "codes_e5m2",
+    "e5m2_2", "e5m2_3", "e4m3_soft", "cvt_bf16x2", "cvt_f16x2", "canonical", "amax_power_of_two",
+    "codes_e4m3", "codes_e5m2", "codes_of_power",
 )  # fmt: skip
 #: Results that are codes or 16-bit numbers; the others are float32 and may be NaN of any payload.
 INTEGERS = {name for name in OPERATIONS if name.startswith(("cvt", "canonical", "codes"))}
@@ -103,6 +103,7 @@ def expected(a: Array, b: Array, c: Array) -> dict[str, Array]:
     with np.errstate(all="ignore"):
         larger = np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))  # +0 is larger than -0
         fused = _fma(a, b, c)
+        power = _power_of_two(np.abs(b))
         floats = {
             "add": a + b,
             "sub": a - b,
@@ -117,7 +118,7 @@ def expected(a: Array, b: Array, c: Array) -> dict[str, Array]:
             "fma_if_below": np.where(np.abs(c) < 1, fused, c),
             "bf16_to_f32": low.view(oracle.BFLOAT16).astype(np.float32),
             "f16_to_f32": low.view(np.float16).astype(np.float32),
-            "ceil_power_of_two": _ceil_power_of_two(a),
+            "amax_power_of_two": power,
             **{f"e4m3_{i}": widened("fp8_e4m3", i) for i in range(4)},
             **{f"e5m2_{i}": widened("fp8_e5m2", i) for i in range(4)},
             "e4m3_soft": widened("fp8_e4m3", 0),
@@ -134,18 +135,22 @@ def expected(a: Array, b: Array, c: Array) -> dict[str, Array]:
             "cvt_e5m2_soft": codes("fp8_e5m2", a),
             "codes_e4m3": codes("fp8_e4m3", a / b, c / b),
             "codes_e5m2": codes("fp8_e5m2", a / b, c / b),
+            "codes_of_power": codes("fp8_e4m3", a / power, c / power),
         }
 
 
-def _ceil_power_of_two(a: Array) -> Array:
-    mantissa, exponent = np.frexp(a.astype(np.float64))
-    return np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent)).astype(np.float32)
+def _power_of_two(amax: Array) -> Array:
+    """Return the smallest power of two that is neither below amax / 448 nor 2**-22."""
+    least = np.maximum(amax / np.float32(448), np.float32(2**-22))
+    mantissa, exponent = np.frexp(least.astype(np.float64))
+    power = np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
+    return np.where(np.isinf(amax), amax, power).astype(np.float32)
 
 
 def comparable(name: str, a: Array, b: Array, want: Array) -> Array:
     """Say which results the operation promises."""
-    if name == "ceil_power_of_two":
-        return (a >= np.float32(2**-126)) & (a < np.float32(2.0**127))
+    if name in ("amax_power_of_two", "codes_of_power"):
+        return ~np.isnan(b)
     return np.ones(a.shape, bool)
 
 

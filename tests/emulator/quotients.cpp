@@ -74,6 +74,23 @@ std::uint64_t tile_scales(float least) {
   });
 }
 
+// The same rounded up to powers of two.
+std::uint64_t powers_of_two(float least) {
+  return in_parallel([least](unsigned part, unsigned parts) {
+    const u32 step = (kInfinityBits + parts) / parts;
+    const u32 end = std::min(kInfinityBits + 1, (part + 1) * step);
+    std::uint64_t wrong = 0;
+    for (u32 bits = part * step; bits < end; ++bits) {
+      const float quotient = float_of(bits) / 448.0f;
+      const float scale = quotient > least ? quotient : least;
+      // Any bit of the mantissa carries; Inf has none.
+      const u32 power = (bits_of(scale) + 0x7FFFFFu) & kInfinityBits;
+      wrong += bits_of(amax_power_of_two(float_of(bits), least)) != power;
+    }
+    return wrong;
+  });
+}
+
 // Random bits as codes of both formats, by scales of every exponent.
 std::uint64_t wrong_codes() {
   std::uint64_t state = 20260;
@@ -122,5 +139,6 @@ int main() {
          }));
   report("wrong_codes", wrong_codes());
   report("tile_scales_float32", tile_scales(0x1p-126f));
-  report("tile_scales_ue8m0", tile_scales(1e-4f));
+  report("tile_powers_of_two", powers_of_two(0x1p-13f));
+  report("index_powers_of_two", powers_of_two(0x1p-22f));
 }

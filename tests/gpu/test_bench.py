@@ -11,11 +11,12 @@ import json
 import numpy as np
 import pytest
 
-from cupy_mla import backends
+from cupy_mla import backends, get_layout
 from cupy_mla._arrays import DeviceId
 from cupy_mla._cuda.timing import CudaTimer
 from cupy_mla.bench import baselines
 from cupy_mla.bench.operations import OPERATIONS
+from cupy_mla.bench.problem import Problem
 from cupy_mla.cli import _device, bench, main
 from tests.gpu.frameworks import cupy
 
@@ -103,6 +104,25 @@ def test_host_times(capsys):
         assert ("GroupedCacheWriter.insert", "torch") in names
         op = ("torch custom op, same kernel", "torch") in names
         assert op != ("torch custom op" in document["notes"])
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize(
+    ("name", "fmt"),
+    [(name, fmt) for name in ("norm-rope", "q") for fmt in OPERATIONS[name].formats],
+)
+def test_kernels_of_triton_come_near_the_operation(name, fmt, tokens):
+    pytest.importorskip("triton")
+    operation, layout = OPERATIONS[name], get_layout(fmt)
+    machine = bench.make_machine(_device.select("cuda"))
+    problem = Problem(name, layout, 1, tokens, 64, "random")
+    instance = operation.make(problem, machine.arrays, machine)
+    machine.timer.synchronize()
+    instance.alternatives["Triton"].call()
+    machine.timer.synchronize()
+    for output, expected in operation.expect(problem, instance):
+        wrong = expected.differences(machine.arrays.to_host(instance.outputs[output]))
+        assert wrong <= expected.values.size // 500, output  # of another order of sums
 
 
 def test_compile_times(capsys):

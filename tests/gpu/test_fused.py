@@ -105,8 +105,11 @@ def test_norm_rope_by_every_path(rng, fmt, dtype, rounding, interleave):
     check_norm_rope(rng, fmt, dtype, 33, 7, **options)
 
 
-def test_norm_rope_of_many_tokens(rng):
-    check_norm_rope(rng, "fp8_ds_mla", "bfloat16", MANY, 64)
+@pytest.mark.parametrize(
+    ("fmt", "interleave"), [("fp8_ds_mla", False), ("fp8_e4m3", True), ("bfloat16", False)]
+)
+def test_norm_rope_of_many_tokens(rng, fmt, interleave):
+    check_norm_rope(rng, fmt, "bfloat16", MANY, 64, index_rope_interleave=interleave)
 
 
 # --- fused_q and the indexer's keys ---------------------------------------------------------------
@@ -122,7 +125,7 @@ def check_query(rng, dtype: Any, tokens: int, options: Any = None, **sizes: int)
 
 
 @pytest.mark.parametrize("dtype", list(oracle.DTYPES))
-@pytest.mark.parametrize("tokens", [1, 4, 17, 512])
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("quantise", [True, False])
 def test_query(rng, dtype, tokens, quantise):
     check_query(rng, oracle.DTYPES[dtype], tokens, {"quantize_mqa": quantise})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupy_mla import FusedNormRope, dtypes, fused_norm_rope, get_layout
-from cupy_mla.bench import oracle, torch_ways
+from cupy_mla.bench import oracle, peers, torch_ways
 from cupy_mla.bench.machine import Machine
 from cupy_mla.bench.model import EPS, INDEX_DIM, Q_LORA_RANK, TOP_K
 from cupy_mla.bench.problem import (
@@ -109,6 +109,7 @@ def make(problem: Problem, arrays: Arrays, machine: Machine | None = None) -> In
     instance.host |= {"FusedNormRope call": run, "fused_norm_rope": function}
     if machine is not None and machine.torch is not None:
         instance.alternatives["torch"] = torch_ways.norm_rope(problem, instance, machine.torch)
+        peers.add_triton("norm_rope", problem, instance, machine)
     return instance
 
 

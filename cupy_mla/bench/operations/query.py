@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupy_mla import dtypes, fused_q
-from cupy_mla.bench import oracle, torch_ways
+from cupy_mla.bench import oracle, peers, torch_ways
 from cupy_mla.bench.machine import Machine
 from cupy_mla.bench.model import (
     HEAD_SCALE,
@@ -96,6 +96,7 @@ def make(problem: Problem, arrays: Arrays, machine: Machine | None = None) -> In
     instance.host["fused_q"] = run
     if machine is not None and machine.torch is not None:
         instance.alternatives["torch"] = torch_ways.query(problem, instance, machine.torch)
+        peers.add_triton("query", problem, instance, machine)
     return instance
 
 
