@@ -74,6 +74,8 @@ def report() -> Report:
             HostRow(problem("insert", "fp8_e4m3", 64), "bind()", "CuPy", figures(4.625)),
             HostRow(large, "bind()", "CuPy", figures(5.25)),
             HostRow(small, "cupy.RawKernel, 15 arguments", "CuPy", figures(9.0)),
+            HostRow(problem("norm-rope", "bfloat16", 1), "Triton", "torch", figures(50.0)),
+            HostRow(problem("q", "bfloat16", 1), "Triton", "torch", figures(30.0)),
         ],
         compiled=[CompileRow("insert_a", 0.31, 0.021), CompileRow("insert_b", 0.25, 0.019)],
         steps=[
@@ -136,10 +138,12 @@ def test_the_tables_hold_the_measured_numbers(tmp_path):
     assert "| `convert_cache` | to bfloat16 | - | 131,072 | 100 | 88 % | - |" in lines
     assert "| fp8_e4m3 | contiguous | torch | 8,192 | 21.0 | 300 |" in lines
     assert [line for line in lines if line.startswith("| bind()")] == [
-        "| bind() | fp8_e4m3 | 1 | 4.50 | 4.75 |",
-        "| bind() | fp8_e4m3 | 8,192 | 5.25 | - |",
+        "| bind() | fp8_e4m3 | 1 | 4.50 (4.41) | 4.75 (4.66) |",
+        "| bind() | fp8_e4m3 | 8,192 | 5.25 (5.14) | - |",
     ]
-    assert "| cupy.RawKernel, 15 arguments | fp8_e4m3 | 1 | 9.00 | - |" in lines
+    assert "| cupy.RawKernel, 15 arguments | fp8_e4m3 | 1 | 9.00 (8.82) | - |" in lines
+    assert "| Triton, as `fused_norm_rope` | bfloat16 | 1 | - | 50.0 (49.0) |" in lines
+    assert "| Triton, as `fused_q` | bfloat16 | 1 | - | 30.0 (29.4) |" in lines
     assert "waits 250 to 310 ms for NVRTC, and 19 to 21 ms where" in text
     assert "kernels of insert)." in text
     assert "Not measured there: vLLM." in text

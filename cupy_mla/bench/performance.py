@@ -35,7 +35,7 @@ _HOW = (
     "Before each replay the L2 cache is filled with other bytes, and the calls take turns with "
     "several sets of buffers, so that none finds its own there. The ceiling is the fastest of "
     "several plain copies that read and write as many bytes, in the same run. Host times are "
-    "medians of rounds in which the calls take turns, a hundred each. "
+    "medians of rounds in which the calls take turns, a hundred each, and the fastest round's. "
     "[Notebook 4](notebooks/04_how_fast.ipynb) draws all sizes."
 )
 #: Other ways to do the work whose names do not say what they are.
@@ -199,12 +199,19 @@ def _steps(steps: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _host(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Show the host time of each call at the fewest and the most tokens, by framework."""
+    """Show the host time of each call at the fewest and the most tokens, by framework.
+
+    With that of the fastest round: processors that other work shares are slow for seconds on end.
+    """
     frameworks = list(dict.fromkeys(row["arrays"] for row in rows))
     calls: dict[tuple[str, str], dict[int, dict[str, str]]] = {}
     for row in rows:
-        sizes = calls.setdefault((row["name"], row["format"]), {})
-        sizes.setdefault(row["tokens"], {})[row["arrays"]] = _us(row["us"]["median"])
+        name = row["name"]
+        if any(other["name"] == name and other["operation"] != row["operation"] for other in rows):
+            name += f", as `{_NAMES[row['operation']]}`"
+        sizes = calls.setdefault((name, row["format"]), {})
+        times = f"{_us(row['us']['median'])} ({_us(row['us']['min'])})"
+        sizes.setdefault(row["tokens"], {})[row["arrays"]] = times
     lines = [
         [name, layout, f"{tokens:,}", *(sizes[tokens].get(which, "-") for which in frameworks)]
         for (name, layout), sizes in calls.items()
