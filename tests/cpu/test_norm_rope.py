@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -264,6 +265,59 @@ def test_outputs_are_within_one_bfloat16_step_of_float64(backend, rng):
     got = backend.to_numpy(pe_array).astype(np.float64)
     bound = fused_oracle.bf16_ulp(exact) / 2 + magnitude * 2.0**-22
     assert np.all(np.abs(got - exact) <= bound)
+
+
+@pytest.mark.parametrize("rounding", ["fused", "staged"])
+@pytest.mark.parametrize(
+    ("fmt", "scale_format"),
+    [("fp8_e4m3", "float32"), ("fp8_e5m2", "float32"), ("fp8_ds_mla", "float32"),
+     ("fp8_ds_mla", "ue8m0")],
+)  # fmt: skip
+def test_stored_codes_are_within_one_of_float64(backend, rng, fmt, scale_format, rounding):
+    """Rows of the MLA cache: codes, and the scales of tiles, worked out in float64 from inputs."""
+    tokens, scale = 40, 0.0375
+    layer = make_layer(rng, tokens=tokens, table_rows=64)
+    for name in ("kv_c", "k_pe"):
+        rows = getattr(layer, name)
+        setattr(layer, name, rng.standard_normal(rows.shape).astype(F32).astype(rows.dtype))
+    tiled = fmt == "fp8_ds_mla"
+    cache = backend.array(np.zeros((10, 4, 656 if tiled else 576), np.uint8))
+    fused_norm_rope(
+        **arguments(backend, layer, mla_kv_cache=cache, has_indexer=False),
+        mla_kv_cache_dtype=fmt,
+        mla_k_scale=None if tiled else scale,
+        scale_format=scale_format,
+        rounding=rounding,
+    )
+    stored = backend.to_numpy(cache).reshape(40, -1)
+    latent = fused_oracle.exact_rms_norm(layer.kv_c, layer.kv_weight, layer.kv_eps)
+    rope = fused_oracle.exact_rope(layer.k_pe, layer.k_table, layer.positions, neox=False)
+    if tiled:
+        scales = stored[:, 512:528].copy().view("<f4").astype(np.float64)
+        exact = np.abs(latent.reshape(tokens, 4, 128)).max(axis=2) / 448
+        # What is rounded to bfloat16 first may be off by half of its step.
+        slack = 2.0**-8 if rounding == "staged" else 2.0**-16
+        if scale_format == "ue8m0":
+            power = 2.0 ** np.ceil(np.log2(np.maximum(exact, 1e-4)))
+            fraction = np.log2(exact) - np.round(np.log2(exact))
+            assert np.all((scales == power) | (np.abs(fraction) < 2 * slack))
+        else:
+            assert np.all(np.abs(scales - exact) <= slack * exact)
+        pe = stored[:, 528:].copy().view(oracle.BFLOAT16).astype(np.float64)
+        magnitude = np.abs(layer.k_pe.astype(np.float64)).max()
+        bound = fused_oracle.bf16_ulp(rope) / 2 + magnitude * 2.0**-22
+        assert np.all(np.abs(pe - rope) <= bound)
+        quotients = latent / np.repeat(scales, 128, axis=1)
+    else:
+        quotients = np.concatenate([latent, rope], axis=1) / scale
+    codes = stored[:, : quotients.shape[1]]
+    code_dtype = oracle.CODE_DTYPES["fp8_e4m3" if tiled else fmt]
+    largest = float(ml_dtypes.finfo(code_dtype).max)
+    want = np.clip(quotients, -largest, largest).astype(F32).astype(code_dtype).view(np.uint8)
+    distance = fused_oracle.code_order(codes) - fused_oracle.code_order(want)
+    near_zero = np.abs(quotients) < 2.0**-9 * np.abs(quotients).max()
+    assert np.all((np.abs(distance) <= 1) | near_zero)
+    assert np.mean(distance == 0) > (0.9 if rounding == "staged" else 0.999)
 
 
 @pytest.mark.parametrize("interleave", [False, True])
