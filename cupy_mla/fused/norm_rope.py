@@ -319,8 +319,8 @@ def fused_norm_rope(
         uint8 or float8_e4m3fn; a block holds the codes of all its rows, then their scales.
     mla_kv_cache : array [num_blocks, block_size, width] or None
     mla_kv_cache_dtype : str or CacheLayout
-        See `get_layout`; ``auto`` is the dtype of `mla_kv_cache`. Not looked at without a cache, nor
-        are `mla_k_scale` and `scale_format`.
+        See `get_layout`; ``auto`` is the dtype of `mla_kv_cache`. Without a cache nobody looks at
+        this, nor at `mla_k_scale` and `scale_format`.
     mla_k_scale : float or array of one element, optional
         The layer's scale, float32 on a device; needed for flat fp8, ignored by other layouts.
     has_indexer : bool
