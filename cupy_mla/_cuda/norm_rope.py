@@ -101,7 +101,7 @@ class NormRopeTarget:
         return next((ref for ref in present if ref.framework in ("cupy", "torch")), present[0])
 
     def stream(self) -> int:
-        """Return the current stream of the framework that owns the caches."""
+        """Return the current stream on which the counters are read and written."""
         return self.device.current_stream(self.owner().framework)
 
     def scale_number(self) -> float | None:

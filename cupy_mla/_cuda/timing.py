@@ -20,6 +20,7 @@ Call = Callable[[], Any]
 #: the graph, and the clocks of a device that was idle rise within milliseconds.
 _WARM_REPLAYS = 3
 _WARM_SECONDS = 0.01
+#: Calls before those that count: code and data of the others have taken the caches' place.
 _WARM_CALLS = 20
 #: Seconds that the host rests between two rounds of calls: a thread that wakes up is given an idle
 #: core, so that one which is slow for a while, shared with others, shows in a few rounds alone.
@@ -152,15 +153,13 @@ class CudaTimer:
             return 1e6 * seconds / count
 
         with self.scope():
-            for call in calls:
-                several(call, _WARM_CALLS)
             collecting = gc.isenabled()
             gc.disable()
             try:
                 for _ in range(rounds):
                     sleep(_REST)
-                    several(calls[0], _WARM_CALLS)
                     for call, found in zip(calls, times, strict=True):
+                        several(call, _WARM_CALLS)
                         found.append(several(call, batch))
             finally:
                 if collecting:

@@ -99,7 +99,7 @@ def measure(
     batch: int,
     rounds: int,
 ) -> list[HostRow]:
-    """Measure all ways to call an operation, and for an insert other ways to launch.
+    """Measure all ways to call an operation, and other ways to launch what does its work.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def _ways(operation: Operation, problem: Problem, machine: Machine, *, others: b
         ways.append(_Way(problem, name, arrays, call))
 
     with timer.scope():
-        instance = operation.make(problem, machine.arrays, machine)
+        instance = operation.make(problem, machine.arrays, machine if others else None)
     for name, call in instance.host.items():
         add(name, "CuPy", call)
     is_insert = others and operation.name == "insert"
@@ -159,7 +159,10 @@ def _ways(operation: Operation, problem: Problem, machine: Machine, *, others: b
         timer.synchronize()
         for name in _OTHERS:
             other = instance.alternatives.get(name)
-            if other and guarded(machine.notes, name, functools.partial(_ran, other.call)):
+            if other is None:
+                continue
+            run = functools.partial(_ran, other.call)
+            if guarded(machine.notes, f"{name}, host times", run):
                 add(name, "torch", other.call)
     return ways
 

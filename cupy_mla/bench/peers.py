@@ -1,4 +1,4 @@
-"""What other libraries do, where they are installed: vLLM, FlashInfer, SGLang, Triton, torch."""
+"""What others do, where they are installed: vLLM, FlashInfer, SGLang, torch, our own Triton."""
 
 from __future__ import annotations
 

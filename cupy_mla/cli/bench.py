@@ -27,9 +27,9 @@ DESCRIPTION = (
     "Measure operations on the GPU: device time from replays of graphs whose calls take turns with "
     "buffers, host time of a call, and compile time. In the same run and as often: a copy of as "
     "many bytes in the same ratio of reads to writes (the ceiling), a grouped insert in the "
-    "published scalar shape, one launch a layer, and what other libraries do where they are "
-    "installed. Without a GPU the NumPy reference is checked and bytes are counted. Exit status 1 "
-    "when anything that is compared differs."
+    "published scalar shape, one launch a layer, and what Triton and other libraries do "
+    "where they are installed. Without a GPU the NumPy reference is checked and bytes are counted. "
+    "Exit status 1 when anything that is compared differs."
 )
 EXAMPLES = (
     "cupy-mla bench",

@@ -24,7 +24,13 @@ EXAMPLES = (
 )
 
 #: Modules that are reported, and the distributions that hold them.
-_PACKAGES = {"numpy": "numpy", "ml_dtypes": "ml-dtypes", "torch": "torch", "jax": "jax"}
+_PACKAGES = {
+    "numpy": "numpy",
+    "ml_dtypes": "ml-dtypes",
+    "torch": "torch",
+    "triton": "triton",
+    "jax": "jax",
+}
 #: CuPy comes as many distributions that all hold the module ``cupy``.
 _CUPY = re.compile(r"cupy(-cuda\d+x?|-rocm-.+)?")
 _GIB = 1 << 30

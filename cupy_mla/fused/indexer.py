@@ -40,7 +40,8 @@ def indexer_k_quant_and_cache(
         The scale s is ``max(amax, 1e-4) / 448``, or with ``ue8m0`` the smallest power of two that
         is not below it.
     stream : object, optional
-        A stream of the cache's device; None for host arrays.
+        A stream of the cache's device; by default the current one of the framework that owns the
+        cache. None for host arrays.
 
     Raises
     ------

@@ -342,7 +342,8 @@ def fused_norm_rope(
         Get the normed and the rotated part of the key, of the dtype of `q_c`; may be `kv_c` and
         `k_pe` themselves.
     stream : object, optional
-        A stream of the arrays' device; None for host arrays.
+        A stream of the arrays' device; by default the current one of the framework that owns the
+        caches, or the normed query where there are none. None for host arrays.
 
     Returns
     -------

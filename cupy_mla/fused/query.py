@@ -70,7 +70,8 @@ def fused_q(
         ``[T', H, R + P]`` of uint8 or float8_e4m3fn, or ``[T', H, P]`` of the dtype of `q_pe`.
         No output shares memory with another one or with an input.
     stream : object, optional
-        A stream of the arrays' device; None for host arrays.
+        A stream of the arrays' device; by default the current one of the framework of `mqa_q`.
+        None for host arrays.
 
     Returns
     -------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
@@ -254,6 +255,56 @@ def test_host_calls_are_measured_with_arrays_of_both_frameworks(fmt):
     ]
     assert names[-1] == ("cupy.RawKernel, 15 arguments", "CuPy")
     assert rows[0].to_dict()["us"] == {"median": 6.0, "min": 5.0, "p90": pytest.approx(6.8)}
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """Put a module in the place of the one that needs Triton; return the calls of its kernels."""
+    calls = []
+
+    def maker(name):
+        def make(problem, instance, module):
+            assert module is torch
+            run = functools.partial(calls.append, (name, problem.tokens))
+            return peers.Alternative(run, exact=False, torch=True)
+
+        return make
+
+    module = types.ModuleType("cupy_mla.bench.triton_ways")
+    module.norm_rope, module.query = maker("norm_rope"), maker("query")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
+
+
+@pytest.mark.parametrize(("name", "made"), [("norm-rope", "norm_rope"), ("q", "query")])
+def test_kernels_of_triton_are_measured_beside_an_operation(triton, name, made):
+    machine = make_machine(torch)
+    sizes = [problem(name, "bfloat16", tokens=tokens) for tokens in (1, 5)]
+    row = Bench(machine, 3).row(OPERATIONS[name], sizes[0], cold=True)
+    assert {"torch", "Triton"} <= set(row.alternatives)
+    assert set(triton) == {(made, 1)}
+    rows = host_calls.measure(OPERATIONS[name], sizes, machine, batch=2, rounds=3)
+    assert [row.problem.tokens for row in rows if row.name == "Triton"] == [1]
+    ours = [row.problem.tokens for row in rows if row.name.startswith("fused_")]
+    assert sorted(set(ours)) == [1, 5]
+    assert machine.notes == {}
+
+
+def test_kernels_of_triton_that_fail_are_noted(triton, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no such type")
+
+    machine = make_machine(torch)
+    chosen = [problem("q", "bfloat16", tokens=1)]
+    ways = sys.modules["cupy_mla.bench.triton_ways"]
+    monkeypatch.setattr(ways, "query", lambda *_: peers.Alternative(refuse, torch=True))
+    rows = host_calls.measure(OPERATIONS["q"], chosen, machine, batch=2, rounds=3)
+    assert "Triton" not in {row.name for row in rows}
+    assert machine.notes == {"Triton, host times": "failed (RuntimeError: no such type)"}
+    monkeypatch.setattr(ways, "query", refuse)
+    row = Bench(machine, 3).row(OPERATIONS["q"], chosen[0], cold=True)
+    assert "Triton" not in row.alternatives
+    assert machine.notes["Triton"] == "failed (RuntimeError: no such type)"
 
 
 def test_arrays_of_torch_and_back():

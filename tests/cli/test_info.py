@@ -37,7 +37,7 @@ def test_info_tells_the_versions_that_are_installed(capsys, no_cupy):
     assert document["packages"]["numpy"] == np.__version__
     assert document["packages"]["ml_dtypes"] == ml_dtypes.__version__
     assert (document["packages"]["cupy"] is None) == (find_spec("cupy") is None)
-    assert set(document["packages"]) == {"numpy", "ml_dtypes", "torch", "jax", "cupy"}
+    assert set(document["packages"]) == {"numpy", "ml_dtypes", "torch", "triton", "jax", "cupy"}
     assert document["backend"] == "NumPy"
     assert "CuPy is not installed" in document["reason"]
     assert document["cuda"] is None

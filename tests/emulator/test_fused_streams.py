@@ -13,6 +13,7 @@ from cupy_mla import FusedNormRope, fused_q
 from cupy_mla._cuda import backend as cuda_backend
 from tests.emulator.device import EmulatorDevice
 from tests.emulator.test_fused_shortcuts import CupyLike
+from tests.helpers import rejected
 
 CUPY, TORCH, OTHER = 1111, 2222, 0
 STREAMS = {"cupy": CUPY, "torch": TORCH}
@@ -146,11 +147,22 @@ def test_a_new_query_of_another_framework_is_handed_over(log):
     assert log.waits_behind_the_launch() == [(CUPY, TORCH)]
 
 
-@pytest.mark.parametrize("capturing", [CUPY, TORCH])
-def test_nothing_waits_for_a_stream_that_is_captured(log, capturing):
-    log.capturing.add(capturing)
+def test_nothing_waits_while_the_call_is_captured(log):
+    log.capturing.add(TORCH)
     step(TorchLike, CupyLike, TorchLike)
-    assert log.waits_behind_the_launch() == []
+    assert log == [("launch", TORCH)]
+
+
+@pytest.mark.parametrize("query", [CupyLike, OtherLike])  # of both the new query is CuPy's
+def test_a_capture_on_another_stream_is_refused(log, query):
+    """The kernel would be drawn into a capture that could not be ended."""
+    log.capturing.add(CUPY)
+    with rejected(ValueError, "FusedNormRope", "stream", "captured, the current one of cupy"):
+        step(TorchLike, query, TorchLike)
+    assert log == [("wait", TORCH, OTHER)] * (query is OtherLike)
+    log.capturing.clear()
+    step(TorchLike, query, TorchLike)
+    assert log.launched() == [TORCH]
 
 
 def test_a_given_stream_is_the_callers_to_order(log):
