@@ -87,7 +87,7 @@ class CudaBackend(CudaFused, CudaReads):
         """
         pointer = self._stream(operation, stream, owner)
         present = [ref for ref in arrays if ref.ptr]
-        foreign = wait_for_producers(operation, self.device, present, pointer)
+        foreign = wait_for_producers(self.device, present, pointer)
         launch(pointer)
         if stream is None:
             hand_over(self.device, made, pointer)

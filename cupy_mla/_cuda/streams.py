@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from cupy_mla._arrays import ArrayRef
-from cupy_mla.errors import reject_value
 
 from .device import Device
 
@@ -42,18 +41,10 @@ class Keeper:
             self._pending.append((event, owners))
 
 
-def wait_for_producers(
-    operation: str, device: Device, arrays: Iterable[ArrayRef], stream: int
-) -> list[ArrayRef]:
+def wait_for_producers(device: Device, arrays: Iterable[ArrayRef], stream: int) -> list[ArrayRef]:
     """Make a stream wait for whatever fills these arrays; return those made elsewhere.
 
     While the stream is captured, nothing is waited for: a graph holds no order with work outside.
-
-    Raises
-    ------
-    ValueError
-        For arrays whose own stream is captured while this one is not: waiting would draw it into
-        the capture, which could not be ended.
     """
     foreign: list[ArrayRef] = []
     waited: set[int] = set()
@@ -71,13 +62,6 @@ def wait_for_producers(
             # An exporter that knows where its array is made orders the stream behind that.
             export_to(ref.owner, stream)
         elif producer not in waited:
-            if device.is_capturing(producer):
-                reject_value(
-                    operation,
-                    "stream",
-                    f"be the one that is captured, the current one of {ref.framework}",
-                    "one that is not captured",
-                )
             waited.add(producer)
             device.wait_stream(stream, producer)
     return [] if capturing else foreign
@@ -86,10 +70,10 @@ def wait_for_producers(
 def hand_over(device: Device, made: Iterable[ArrayRef], stream: int) -> None:
     """Make the current streams of new arrays' frameworks wait for the stream that fills them.
 
-    While it is captured, nothing waits: a graph holds no order with work outside.
+    Not while one of these is captured: a graph holds no order with work outside.
     """
     for consumer in {device.current_stream(ref.framework) for ref in made} - {stream}:
-        if not device.is_capturing(stream):
+        if not (device.is_capturing(stream) or device.is_capturing(consumer)):
             device.wait_stream(consumer, stream)
 
 
