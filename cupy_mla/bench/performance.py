@@ -36,7 +36,7 @@ _HOW = (
     "several sets of buffers, so that none finds its own there. The ceiling is the fastest of "
     "several plain copies that read and write as many bytes, in the same run. Host times are "
     "medians of rounds in which the calls take turns, and in brackets the fastest round's. What a "
-    "session measures first, of few tokens, takes 0.3 to 0.4 us less than later, and so does its "
+    "run measures first, of few tokens, takes 0.3 to 0.4 us less than later, and so does its "
     "copy, but not Triton's kernel; why is not known. "
     "[Notebook 4](notebooks/04_how_fast.ipynb) draws all sizes."
 )
