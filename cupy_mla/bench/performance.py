@@ -35,9 +35,9 @@ _HOW = (
     "Before each replay the L2 cache is filled with other bytes, and the calls take turns with "
     "several sets of buffers, so that none finds its own there. The ceiling is the fastest of "
     "several plain copies that read and write as many bytes, in the same run. Host times are "
-    "medians of rounds in which the calls take turns, and in brackets the fastest round's. What a "
-    "run measures first, of few tokens, takes 0.3 to 0.4 us less than later, and so does its "
-    "copy, but not Triton's kernel; why is not known. "
+    "medians of rounds in which the calls take turns, and in brackets the fastest round's. A "
+    "run's first measurements, at few tokens, take 0.3 to 0.4 us less than later ones, the copy's "
+    "too; why is not known. "
     "[Notebook 4](notebooks/04_how_fast.ipynb) draws all sizes."
 )
 #: Other ways to do the work whose names do not say what they are.
@@ -45,7 +45,7 @@ _WAYS = {
     "scalar": "one launch for all layers in the published form, 2-byte loads and a block a token",
     "per layer": "a launch of this library for each layer",
     "torch": "torch's own operations",
-    "Triton": "kernels of this benchmark in Triton, a program a part of a token or some heads",
+    "Triton": "kernels of this benchmark in Triton, in sizes that suit many tokens",
     "torch, six steps": "torch for norm and RoPE, then this library's insert",
     "insert alone": "this library's insert, without norm and RoPE",
 }

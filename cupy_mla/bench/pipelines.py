@@ -6,6 +6,7 @@ tensors too, which is how tests compare them with the reference.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,11 @@ def tensor(torch: ModuleType, array: Any) -> Any:
     seen = torch.as_tensor(raw, device=None if isinstance(array, np.ndarray) else "cuda")
     viewed = seen.view(getattr(torch, array.dtype.name))
     return viewed if array.ndim else viewed.reshape(())
+
+
+def tensors(torch: ModuleType, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tensor over each array."""
+    return {name: tensor(torch, array) for name, array in arrays.items()}
 
 
 def to_fp8(torch: ModuleType, values: Any, name: str) -> Any:

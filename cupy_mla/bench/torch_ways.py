@@ -20,17 +20,13 @@ from .problem import (
 )
 
 
-def _tensors(torch: Any, arrays: Any) -> dict[str, Any]:
-    return {name: pipelines.tensor(torch, array) for name, array in arrays.items()}
-
-
 def context(problem: Problem, instance: Instance, torch: Any) -> Alternative:
     """Do it in six steps: permute, norm, permute, positions, RoPE, insert.
 
     The insert is this library's, so that the difference is what fusing is worth.
     """
     caches = [pipelines.tensor(torch, cache) for cache in instance.outputs.values()]
-    found = _tensors(torch, instance.arrays)
+    found = pipelines.tensors(torch, instance.arrays)
     kv, slots, weight, table = (found[name] for name in ("kv", "slots", "weight", "table"))
     writer = GroupedCacheWriter(caches, problem.layout, scales_of(problem))
     layers = problem.layers
@@ -48,7 +44,10 @@ def context(problem: Problem, instance: Instance, torch: Any) -> Alternative:
 
 def norm_rope(problem: Problem, instance: Instance, torch: Any) -> Alternative:
     """Norm, rotate, quantise and store one part after the other."""
-    found, out = _tensors(torch, instance.arrays), _tensors(torch, instance.outputs)
+    found, out = (
+        pipelines.tensors(torch, instance.arrays),
+        pipelines.tensors(torch, instance.outputs),
+    )
     mla = out["mla cache"].view(torch.uint8)
     factors = torch.tensor(scales_of(problem) or [1.0], device=mla.device)
     codes = torch.empty(problem.tokens, INDEX_DIM, dtype=torch.uint8, device=mla.device)
@@ -78,7 +77,10 @@ def norm_rope(problem: Problem, instance: Instance, torch: Any) -> Alternative:
 
 def query(problem: Problem, instance: Instance, torch: Any) -> Alternative:
     """Rotate and quantise the queries of attention, then those of the indexer."""
-    found, out = _tensors(torch, instance.arrays), _tensors(torch, instance.outputs)
+    found, out = (
+        pipelines.tensors(torch, instance.arrays),
+        pipelines.tensors(torch, instance.outputs),
+    )
 
     def run() -> None:
         rows = found["table"][found["positions"]][:, None]

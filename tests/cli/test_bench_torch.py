@@ -132,7 +132,9 @@ def test_ways_of_torch_come_near_the_operation(name):
     for output, expected in operation.expect(chosen, instance):
         if output != "indexer cache":  # its rows are computed, and not put in place
             wrong = expected.differences(instance.outputs[output])
-            assert wrong <= expected.values.size // 500, output  # of another order of sums
+            # Another order of sums may round to the other side of a tie; bytes are not rounded.
+            ties = 0 if expected.tolerance is None else expected.values.size // 500
+            assert wrong <= ties, output
 
 
 def test_other_libraries_are_noted_where_they_are_missing():

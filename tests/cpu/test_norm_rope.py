@@ -295,12 +295,12 @@ def test_stored_codes_are_within_one_of_float64(backend, rng, fmt, scale_format,
     if tiled:
         scales = stored[:, 512:528].copy().view("<f4").astype(np.float64)
         exact = np.abs(latent.reshape(tokens, 4, 128)).max(axis=2) / 448
-        # What is rounded to bfloat16 first may be off by half of its step.
-        slack = 2.0**-8 if rounding == "staged" else 2.0**-16
+        # A float32 sum is off by less than 2^-18; half a bfloat16 step is 2^-8 of a value at most.
+        slack = 2.0**-17 + (2.0**-8 if rounding == "staged" else 0)
         if scale_format == "ue8m0":
             power = 2.0 ** np.ceil(np.log2(np.maximum(exact, 1e-4)))
             fraction = np.log2(exact) - np.round(np.log2(exact))
-            assert np.all((scales == power) | (np.abs(fraction) < 2 * slack))
+            assert np.all((scales == power) | (np.abs(fraction) < 2 * slack))  # log2(e) < 2
         else:
             assert np.all(np.abs(scales - exact) <= slack * exact)
         pe = stored[:, 528:].copy().view(oracle.BFLOAT16).astype(np.float64)
@@ -317,6 +317,9 @@ def test_stored_codes_are_within_one_of_float64(backend, rng, fmt, scale_format,
     distance = fused_oracle.code_order(codes) - fused_oracle.code_order(want)
     near_zero = np.abs(quotients) < 2.0**-9 * np.abs(quotients).max()
     assert np.all((np.abs(distance) <= 1) | near_zero)
+    # Codes are 2^-4 of a value apart or more, so an error of 2^-18 takes 2^-13 of them across a
+    # tie. bfloat16 has 16 numbers from one e4m3 code to the next: one of them is a tie, and half
+    # of what is rounded to that comes from its other side.
     assert np.mean(distance == 0) > (0.9 if rounding == "staged" else 0.999)
 
 

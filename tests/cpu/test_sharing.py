@@ -65,44 +65,17 @@ def k_pe_out_in_kv_c_out(given):
     given["k_pe_out"] = given["kv_c_out"][:, 448:]
 
 
-def kv_c_out_in_the_cache(given):
-    given["kv_c_out"] = given["mla_kv_cache"].reshape(-1)[: 5 * 512].reshape(5, 512)
-
-
 def k_pe_in_the_cache(given):
     given["k_pe"] = given["mla_kv_cache"].reshape(-1)[-5 * 64 :].reshape(5, 64)
 
 
-def index_k_in_the_indexer_cache(given):
-    rows = given["indexer_k_cache"].reshape(-1).view(oracle.BFLOAT16)
-    given["index_k"] = rows[: 5 * 128].reshape(5, 128)
-
-
-def topk_is_slots(given):
-    given["topk_indices_buffer"] = given["slot_mapping"][:, None]
-
-
-def q_c_out_in_its_weight(given):
-    room = np.ones(5 * 24, oracle.BFLOAT16)
-    given["q_rms_norm_w"], given["q_c_out"] = room[:24], room.reshape(5, 24)
-
-
-def table_in_the_cache(given):
-    table = given["mla_kv_cache"].reshape(-1)[: 16 * 64].reshape(16, 64)
-    given["k_rope_cos_sin_cache"] = table
-
-
+#: Others than those that begin where what is written does, which come below.
 NORM_ROPE = [
     (q_c_one_row_further, "q_c_out", "q_c"),
     (kv_c_one_row_further, "kv_c_out", "kv_c"),
     (q_c_out_in_kv_c, "q_c_out", "kv_c"),
     (k_pe_out_in_kv_c_out, "k_pe_out", "kv_c_out"),
-    (kv_c_out_in_the_cache, "kv_c_out", "mla_kv_cache"),
     (k_pe_in_the_cache, "mla_kv_cache", "k_pe"),
-    (index_k_in_the_indexer_cache, "indexer_k_cache", "index_k"),
-    (topk_is_slots, "topk_indices_buffer", "slot_mapping"),
-    (q_c_out_in_its_weight, "q_c_out", "q_rms_norm_w"),
-    (table_in_the_cache, "mla_kv_cache", "k_rope_cos_sin_cache"),
 ]
 
 

@@ -59,35 +59,27 @@ std::uint64_t wrong_sides(Divide divider_of) {
   });
 }
 
-// Scales of tiles for every magnitude that float32 has.
-std::uint64_t tile_scales(float least) {
-  return in_parallel([least](unsigned part, unsigned parts) {
+// Scales of tiles for every magnitude that float32 has: scale_of(amax) has to be what want_of()
+// makes of the quotient, or of `least`.
+template <class ScaleOf, class WantOf>
+std::uint64_t wrong_scales(float least, ScaleOf scale_of, WantOf want_of) {
+  return in_parallel([=](unsigned part, unsigned parts) {
     const u32 step = (kInfinityBits + parts) / parts;
     const u32 end = std::min(kInfinityBits + 1, (part + 1) * step);
     std::uint64_t wrong = 0;
     for (u32 bits = part * step; bits < end; ++bits) {
       const float quotient = float_of(bits) / 448.0f;
-      const float scale = quotient > least ? quotient : least;
-      wrong += bits_of(amax_scale(float_of(bits), least)) != bits_of(scale);
+      const float want = want_of(quotient > least ? quotient : least);
+      wrong += bits_of(scale_of(float_of(bits), least)) != bits_of(want);
     }
     return wrong;
   });
 }
 
-// The same rounded up to powers of two.
 std::uint64_t powers_of_two(float least) {
-  return in_parallel([least](unsigned part, unsigned parts) {
-    const u32 step = (kInfinityBits + parts) / parts;
-    const u32 end = std::min(kInfinityBits + 1, (part + 1) * step);
-    std::uint64_t wrong = 0;
-    for (u32 bits = part * step; bits < end; ++bits) {
-      const float quotient = float_of(bits) / 448.0f;
-      const float scale = quotient > least ? quotient : least;
-      // Any bit of the mantissa carries; Inf has none.
-      const u32 power = (bits_of(scale) + 0x7FFFFFu) & kInfinityBits;
-      wrong += bits_of(amax_power_of_two(float_of(bits), least)) != power;
-    }
-    return wrong;
+  return wrong_scales(least, amax_power_of_two, [](float scale) {
+    // Any bit of the mantissa carries; Inf has none.
+    return float_of((bits_of(scale) + 0x7FFFFFu) & kInfinityBits);
   });
 }
 
@@ -138,7 +130,8 @@ int main() {
            return [scale](float x) { return scale.divide(x); };
          }));
   report("wrong_codes", wrong_codes());
-  report("tile_scales_float32", tile_scales(0x1p-126f));
+  report("tile_scales_float32",
+         wrong_scales(0x1p-126f, amax_scale, [](float scale) { return scale; }));
   report("tile_powers_of_two", powers_of_two(0x1p-13f));
   report("index_powers_of_two", powers_of_two(0x1p-22f));
 }

@@ -11,6 +11,7 @@ import pytest
 
 from cupy_mla import FusedNormRope, fused_q
 from cupy_mla._cuda import backend as cuda_backend
+from tests.emulator.api.conftest import DeviceArray
 from tests.emulator.device import EmulatorDevice
 from tests.emulator.test_fused_shortcuts import CupyLike
 
@@ -46,27 +47,6 @@ class TorchLike:
 
 
 TorchLike.__module__ = "torch"
-
-
-class OtherLike:
-    """A host array that shows an array interface and no stream."""
-
-    def __init__(self, host: np.ndarray) -> None:
-        self.host, self.dtype = host, host.dtype
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "version": 3,
-            "shape": self.host.shape,
-            "strides": self.host.strides,
-            "typestr": self.host.dtype.str,
-            "data": (self.host.ctypes.data, False),
-            "stream": None,
-        }
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, 0  # CUDA
 
 
 class Log(list):
@@ -126,7 +106,7 @@ def step(weights: type, query: type, cache: type, **options: Any) -> Any:
     return layer(index, *rows, slot_mapping=index, **options)
 
 
-@pytest.mark.parametrize("weights", [TorchLike, CupyLike, OtherLike])
+@pytest.mark.parametrize("weights", [TorchLike, CupyLike, DeviceArray])
 @pytest.mark.parametrize(("cache", "stream"), [(TorchLike, TORCH), (CupyLike, CUPY)])
 def test_a_step_runs_where_its_cache_is_used(log, weights, cache, stream):
     made = step(weights, cache, cache)
@@ -136,7 +116,7 @@ def test_a_step_runs_where_its_cache_is_used(log, weights, cache, stream):
 
 
 def test_a_step_without_current_streams_runs_where_its_query_is_used(log):
-    assert type(step(OtherLike, OtherLike, OtherLike)) is CupyLike
+    assert type(step(DeviceArray, DeviceArray, DeviceArray)) is CupyLike
     assert log.launched() == [CUPY]
 
 
@@ -174,9 +154,9 @@ def queries(kind: type, **outs: Any) -> tuple[Any, Any, Any]:
 
 
 def test_queries_run_where_their_output_is_used(log):
-    assert type(queries(OtherLike)[2]) is CupyLike
+    assert type(queries(DeviceArray)[2]) is CupyLike
     room = TorchLike(np.zeros((TOKENS, 2, 6), np.uint8))
-    assert queries(OtherLike, mqa_q_out=room)[2] is room
+    assert queries(DeviceArray, mqa_q_out=room)[2] is room
     queries(TorchLike)
     assert log.launched() == [CUPY, TORCH, TORCH]
 

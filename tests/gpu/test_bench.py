@@ -122,7 +122,9 @@ def test_kernels_of_triton_come_near_the_operation(name, fmt, tokens):
     machine.timer.synchronize()
     for output, expected in operation.expect(problem, instance):
         wrong = expected.differences(machine.arrays.to_host(instance.outputs[output]))
-        assert wrong <= expected.values.size // 500, output  # of another order of sums
+        # Another order of sums may round to the other side of a tie; bytes are not rounded.
+        ties = 0 if expected.tolerance is None else expected.values.size // 500
+        assert wrong <= ties, output
 
 
 def test_compile_times(capsys):
